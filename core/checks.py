@@ -1,0 +1,87 @@
+"""What is refused before a step runs, each with the leaf's path and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..state.errors import BatchError, StateError
+from ..state.record import TrainState
+from ..state.tree import difference, leaves, leaves_with_paths
+
+if TYPE_CHECKING:
+    from .compose import Step
+
+__all__ = ["check_batch", "check_result", "check_state"]
+
+_INIT = "make the state with ps.init(model, step)"
+
+
+def check_state(step: Step, state: TrainState) -> None:
+    """Refuse what is not a state of this step.
+
+    Raises:
+        StateError: naming the slot that is missing, the leaf that is not a tensor, or the params that are not the
+            template's.
+        DonatedError: if the state was donated.
+    """
+    if not isinstance(state, TrainState):
+        raise StateError(f"state must be a TrainState, got {type(state).__name__}; {_INIT}")
+    for concern in step.concerns:
+        for slot in concern.slot_names:
+            missing = state.opt_state is None if slot == "opt_state" else slot not in state.slots
+            if missing:
+                raise StateError(f"the state has no slot {slot!r}, which {type(concern).__name__} needs; {_INIT}")
+    for path, leaf in leaves_with_paths(state, "state"):
+        if not isinstance(leaf, Tensor):
+            raise StateError(f"{path} is {leaf!r}, a Python value, where a tensor is needed; {_INIT}")
+        if leaf.requires_grad:
+            raise StateError(f"{path} requires a gradient; a state holds plain tensors: detach it")
+    for name, clock in (("updates", state.counters.updates), ("skips", state.counters.skips)):
+        if clock.dtype != torch.int64 or clock.dim():
+            raise StateError(f"state.counters.{name} must be 0-d int64, got {clock.dtype} of shape {tuple(clock.shape)}")
+    for phase in step.phases:
+        if phase.forward.template is not None:
+            _check_template(phase.forward.template.params, state.params, "state.params")
+            _check_template(phase.forward.template.buffers, state.buffers, "state.buffers")
+
+
+def _check_template(expected: Any, found: Any, root: str) -> None:
+    if not isinstance(found, dict):
+        raise StateError(f"{root} must be a dict by parameter name, got {type(found).__name__}; {_INIT}")
+    shapes = [
+        {name: torch.empty(t.shape, device="meta", dtype=torch.bool) for name, t in tensors.items()}
+        for tensors in (expected, found)
+    ]
+    difference_found = difference(*shapes, root)
+    if difference_found is not None:
+        raise StateError(f"the state does not fit the module of this step: {difference_found}; {_INIT}")
+
+
+def check_batch(state: TrainState, batch: Any) -> None:
+    """Refuse a batch that a step would misread.
+
+    Raises:
+        BatchError: naming the leaf that requires a gradient or lies on another device than the params.
+    """
+    home = next((leaf.device for leaf in leaves(state.params)), state.key.device)
+    for path, leaf in leaves_with_paths(batch, "batch"):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.requires_grad:
+            raise BatchError(f"{path} requires a gradient, which a step does not give; detach it")
+        if leaf.device != home:
+            raise BatchError(f"{path} lies on {leaf.device}, the params on {home}; move it with .to({str(home)!r})")
+
+
+def check_result(before: TrainState, after: TrainState) -> None:
+    """Refuse a step that changed what must not change: structure, shapes, dtypes, devices.
+
+    Raises:
+        StateError: naming the leaf and both specs.
+    """
+    found = difference(before, after, "state")
+    if found is not None:
+        raise StateError(f"the step changed the form of the state, which must stay over a step: {found}")

@@ -1,0 +1,207 @@
+"""A phase: the concerns of one optimizer as two pure functions, with room for a device between them.
+
+``local(state, batch) -> Sums`` is one process's share, ``apply(state, Sums) -> (state, metrics)`` the update; what lies
+between is addition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..state.errors import ComposeError, LossError
+from ..state.key import fold_in
+from ..state.record import Counters, TrainState
+from ..state.sums import Loss, Sum, Sums
+from ..state.tree import Tree, difference, flatten, leaves, unflatten
+from ..steps.accumulate import Accumulate
+from ..steps.backward import Backward
+from ..steps.clip import global_norm
+from ..steps.concern import Applied, Custom, Flow
+from ..steps.faults import WEIGHT
+from ..steps.forward import Forward
+from ..steps.split_batch import SplitBatch, rows
+
+__all__ = ["RESERVED", "Phase"]
+
+RESERVED = ("loss", "grad_norm", "lr", "weight", "updated", "fault")
+"""Metrics that a step reports itself."""
+
+Metrics = dict[str, Tensor]
+
+
+@attrs.frozen(eq=False)
+class Phase:
+    """The concerns of one optimizer, sorted by place.
+
+    Attributes:
+        batch: functions on the batch.
+        split: the cut into microbatches, if there is one.
+        microbatch: functions on a microbatch.
+        forward: the loss.
+        loss: functions on the ``Loss``.
+        backward: the gradients.
+        sums: functions on the ``Sums`` of one microbatch.
+        accumulate: the fold and the division.
+        after: concerns on the gradients and, after ``step``, on the state.
+    """
+
+    batch: tuple[Custom, ...]
+    split: SplitBatch | None
+    microbatch: tuple[Custom, ...]
+    forward: Forward
+    loss: tuple[Custom, ...]
+    backward: Backward
+    sums: tuple[Custom, ...]
+    accumulate: Accumulate
+    after: tuple[Applied, ...]
+
+    def local(self, state: TrainState, batch: Any, first: Tensor | int = 0) -> Sums:
+        """The sums of one process's batch.
+
+        Args:
+            state: the training state; not changed.
+            batch: this process's rows.
+            first: the global index of its first microbatch.
+
+        Raises:
+            BatchError: if the batch cannot be split.
+            LossError: if the loss function returns something unusable.
+        """
+        key = fold_in(state.key, state.counters.updates + state.counters.skips)
+        for fn in self.batch:
+            batch = fn.call(batch, key)
+        parts = self.split(batch) if self.split is not None else _whole(batch)
+        start = torch.full((), first, dtype=torch.int64, device=key.device) if isinstance(first, int) else first
+        return self.accumulate.local(self._one, (state.params, key), parts, start, state.buffers)
+
+    def _one(self, fixed: Tree, microbatch: Any, index: Tensor, buffers: dict[str, Tensor]) -> Sums:
+        params, key = fixed
+        own = fold_in(key, index)
+        for fn in self.microbatch:
+            microbatch = fn.call(microbatch, own)
+        loss_fn = _Then(self.forward, self.loss) if self.loss else self.forward
+        sums = self.backward(loss_fn, params, microbatch, own, buffers=buffers)
+        for fn in self.sums:
+            sums = _expect(fn.call(sums, own), Sums, fn)
+        return sums
+
+    def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+        """The state after the update, and the metrics: 0-d tensors.
+
+        Where the weight is zero or a concern says so, the update does not happen: everything but the counters of
+        batches, samples and skips stays. Where a number is unusable (``metrics["fault"]``), nothing changes at all.
+
+        Raises:
+            LossError: if a metric has a name that the step reports itself.
+        """
+        taken = [name for name in sums.metrics if name in RESERVED]
+        if taken:
+            raise LossError(f"metrics {', '.join(taken)} are reported by the step itself; choose another name")
+        weight = sums.weight
+        usable = torch.isfinite(weight) & (weight >= 0)
+        zero = torch.zeros((), dtype=torch.int64, device=weight.device)
+        key = fold_in(state.key, state.counters.updates + state.counters.skips)
+        grads = self.accumulate.divide(sums)
+        flow = Flow(grads, state, weight > 0, torch.where(usable, zero, zero + WEIGHT), {}, {}, state.slots, key)
+        for concern in self.after:
+            flow = _checked(concern, flow, concern.apply(flow))
+        if "grad_norm" not in flow.metrics:
+            flow = flow.replace(metrics={"grad_norm": global_norm(grads), **flow.metrics})
+        return self._finish(flow, sums)
+
+    def _finish(self, flow: Flow, sums: Sums) -> tuple[TrainState, Metrics]:
+        old, new = flow.state, flow.value
+        sound = flow.fault == 0
+        updated = flow.ok & sound
+        loss = Sum(sums.loss, sums.weight).mean()
+        moved = new.replace(
+            buffers=self.accumulate.divide_buffers(sums, old.buffers), window=old.window.append(loss), slots=flow.slots
+        )
+        kept = old.replace(counters=moved.counters, key=moved.key)
+        state = _choose(updated, moved, kept).replace(
+            counters=_advance(old.counters, sums.samples, updated, sound), key=old.key
+        )
+        own = {"loss": loss, "weight": sums.weight, "updated": updated, "fault": flow.fault}
+        users = {name: metric.mean() for name, metric in sums.metrics.items()}
+        return state, {**users, **flow.metrics, **own}
+
+
+def _whole(batch: Any) -> list[Any]:
+    rows(batch)
+    return [batch]
+
+
+def _advance(old: Counters, samples: Tensor, updated: Tensor, sound: Tensor) -> Counters:
+    done, counted = updated.to(torch.int64), sound.to(torch.int64)
+    return Counters(
+        updates=old.updates + done,
+        batches=old.batches + counted,
+        samples=old.samples + samples * counted,
+        skips=old.skips + counted - done,
+        epochs=old.epochs,
+    )
+
+
+def _choose(happened: Tensor, new: TrainState, old: TrainState) -> TrainState:
+    """``new`` where the update happened, else ``old``; leaves that no concern touched are handed on."""
+    fresh, treedef = flatten(new)
+    stale, before = flatten(old)
+    if before != treedef:
+        raise ComposeError(f"a concern changed the structure of the state: {difference(old, new, 'state')}")
+    pairs = zip(fresh, stale, strict=True)
+    return unflatten(treedef, [b if a is b else torch.where(happened, a, b) for a, b in pairs])  # type: ignore[no-any-return]
+
+
+def _checked(concern: Applied, before: Flow, after: Flow) -> Flow:
+    """Refuse what a user's function must not give: another kind, a Python number in place of a tensor."""
+    if not isinstance(concern, Custom):
+        return after
+    kind = TrainState if isinstance(before.value, TrainState) else None
+    if kind is not None:
+        _expect(after.value, kind, concern)
+    else:
+        for leaf in leaves(after.value):
+            if not isinstance(leaf, Tensor):
+                raise ComposeError(f"{concern.name} returned {leaf!r} among the gradients where a tensor is needed")
+    for name, value in after.metrics.items():
+        if not isinstance(value, Tensor) or value.dim():
+            raise ComposeError(f"{concern.name}: metrics[{name!r}] must be a 0-d tensor, got {value!r}")
+    return after
+
+
+def _expect(value: Any, kind: type, concern: Custom) -> Any:
+    if not isinstance(value, kind):
+        raise ComposeError(f"{concern.name} stands where a {kind.__name__} flows and must return one, got {value!r}")
+    return value
+
+
+@attrs.frozen(eq=False)
+class _Then:
+    """A forward followed by functions on its loss."""
+
+    forward: Forward
+    functions: tuple[Custom, ...]
+
+    def is_trainable(self, path: tuple[Any, ...], leaf: Tensor) -> bool:
+        return self.forward.is_trainable(path, leaf)
+
+    @contextlib.contextmanager
+    def bound(self, params: Tree, key: Tensor | None, buffers: Mapping[str, Tensor] | None) -> Iterator[Any]:
+        with self.forward.bound(params, key, buffers) as call:
+
+            def then(microbatch: Any, carry: Tree = None) -> Loss:
+                loss = call(microbatch, carry)
+                for fn in self.functions:
+                    # The forward's key mode is already in force here: a function's draws continue its count.
+                    loss = _expect(fn.fn(loss, **({"key": key} if fn.wants_key else {})), Loss, fn)
+                return loss
+
+            yield then
+
+

@@ -1,0 +1,1 @@
+"""What training is: immutable records, and the words for trees of tensors."""

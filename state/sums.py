@@ -1,0 +1,189 @@
+"""What travels through a step before the division: sums, each with its weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from .errors import LossError
+from .tree import Tree, register
+
+__all__ = ["Loss", "Sum", "Sums", "widen"]
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """In at least 32 bits, so that a sum keeps its small terms; other dtypes as they are."""
+    return tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _as_weight(weight: Any, where: str) -> Tensor | int | float:
+    if isinstance(weight, bool) or not isinstance(weight, (Tensor, int, float)):
+        raise LossError(f"{where}: weight must be a number or a 0-d tensor, got {weight!r}")
+    if isinstance(weight, Tensor):
+        if weight.dim() != 0 or weight.is_complex() or weight.dtype == torch.bool:
+            raise LossError(
+                f"{where}: weight must be a real 0-d tensor, got {weight.dtype} of shape {tuple(weight.shape)}"
+            )
+        return weight.detach()
+    if not (math.isfinite(weight) and weight >= 0):
+        raise LossError(f"{where}: weight must be finite and not negative, got {weight}")
+    return weight
+
+
+def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
+    """A 0-d tensor beside ``like``: integers as int64, floats in at least 32 bits."""
+    if isinstance(value, Tensor):
+        return widen(value) if value.is_floating_point() else value.to(torch.int64)
+    return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=like.device)
+
+
+@attrs.frozen(init=False, eq=False, slots=False)
+class Sum:
+    """A sum and the weight to divide it by, once, after every reduction.
+
+    Attributes:
+        total: 0-d tensor (or a tensor of any fixed shape), the sum.
+        weight: number or 0-d tensor, how many rows or tokens it sums over.
+
+    Raises:
+        LossError: if ``total`` is not a tensor or a number, or the weight is negative or not finite.
+
+    Example:
+        >>> float(Sum(torch.tensor(6.0), 4).mean())
+        1.5
+    """
+
+    total: Tensor
+    weight: Tensor
+
+    def __init__(self, total: Tensor | float, weight: Tensor | float) -> None:
+        weight = _as_weight(weight, "Sum")
+        if isinstance(total, bool) or not isinstance(total, (Tensor, int, float)):
+            raise LossError(f"Sum: total must be a tensor or a number, got {total!r}")
+        like = total if isinstance(total, Tensor) else weight if isinstance(weight, Tensor) else torch.empty(0)
+        value = total.detach() if isinstance(total, Tensor) else torch.full((), float(total), dtype=torch.float32, device=like.device)
+        object.__setattr__(self, "total", widen(value))
+        object.__setattr__(self, "weight", _scalar(weight, like))
+
+    def mean(self) -> Tensor:
+        """``total / weight``: NaN where the weight is zero. Integers are divided as float32."""
+        total = self.total
+        if not (total.is_floating_point() or total.is_complex()):
+            total = total.to(torch.float32)
+        return total / self.weight.to(total.real.dtype if total.is_complex() else total.dtype)
+
+
+@attrs.frozen(init=False, eq=False, slots=False)
+class Loss:
+    """What a loss function returns: a sum over rows or tokens with its weight, never a mean.
+
+    Attributes:
+        total: 0-d tensor, the sum to be differentiated.
+        weight: number or 0-d tensor, how many rows or tokens ``total`` sums over; must not be negative.
+        metrics: further sums by name, reduced as the loss is.
+        carry: tree of tensors handed to the next chunk of a sequence, or ``None``.
+        buffers: the module's buffers after the forward, filled by ``forward``.
+
+    Raises:
+        LossError: if ``total`` is not a real floating 0-d tensor, the weight is missing, negative or not finite, or a
+            metric is not a ``Sum``.
+
+    Example:
+        >>> per_row = torch.tensor([1.0, 2.0, 3.0])
+        >>> float(Loss(per_row.sum(), weight=3).mean())
+        2.0
+    """
+
+    total: Tensor
+    weight: Tensor
+    metrics: dict[str, Sum]
+    carry: Tree
+    buffers: dict[str, Tensor] | None
+
+    def __init__(
+        self,
+        total: Tensor,
+        weight: Tensor | float | None = None,
+        metrics: Mapping[str, Sum] | None = None,
+        carry: Tree = None,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> None:
+        if not isinstance(total, Tensor):
+            raise LossError(f"Loss: total must be a tensor, got {total!r}")
+        if total.dim() != 0 or not total.is_floating_point():
+            raise LossError(
+                "Loss: total must be a real floating 0-d tensor, the sum over the microbatch; got "
+                f"{total.dtype} of shape {tuple(total.shape)}. Call .sum() on it and give the number of rows as weight"
+            )
+        if weight is None:
+            raise LossError(
+                "Loss: weight is missing. A mean cannot be added to other means: return the sum over the rows or tokens "
+                "and say over how many, as in ps.Loss(per_row.sum(), weight=len(per_row))"
+            )
+        for name, metric in (metrics or {}).items():
+            if not isinstance(metric, Sum):
+                raise LossError(f"Loss: metrics[{name!r}] must be ps.Sum(total, weight), got {type(metric).__name__}")
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "weight", _scalar(_as_weight(weight, "Loss"), total))
+        object.__setattr__(self, "metrics", dict(metrics or {}))
+        object.__setattr__(self, "carry", carry)
+        object.__setattr__(self, "buffers", buffers)
+
+    def mean(self) -> Tensor:
+        """``total / weight``, detached."""
+        return Sum(self.total, self.weight).mean()
+
+
+@attrs.frozen(init=False, eq=False, slots=False)
+class Sums:
+    """What one or many microbatches add up to; adding two of them leaf by leaf is the whole of a reduction.
+
+    Attributes:
+        grads: tree like the params: sums of gradients, ``None`` where a leaf is frozen or unused.
+        loss: 0-d tensor, the sum of the losses.
+        weight: 0-d tensor, the sum of the weights.
+        metrics: by name.
+        buffers: buffers after the forward times the weight, in float64.
+        samples: 0-d int64, rows seen.
+    """
+
+    grads: Tree
+    loss: Tensor
+    weight: Tensor
+    metrics: dict[str, Sum]
+    buffers: dict[str, Tensor]
+    samples: Tensor
+
+    def __init__(
+        self,
+        grads: Tree,
+        loss: Tensor,
+        weight: Tensor,
+        metrics: dict[str, Sum],
+        buffers: dict[str, Tensor],
+        samples: Tensor,
+    ) -> None:
+        object.__setattr__(self, "grads", grads)
+        object.__setattr__(self, "loss", loss)
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "metrics", metrics)
+        object.__setattr__(self, "buffers", buffers)
+        object.__setattr__(self, "samples", samples)
+
+    def replace(self, **changes: Any) -> Sums:
+        """A copy with some fields changed.
+
+        Raises:
+            TypeError: if a name is not a field.
+        """
+        kept = {field.name: getattr(self, field.name) for field in attrs.fields(Sums)}
+        return Sums(**{**kept, **changes})
+
+
+for _record in (Sum, Loss, Sums):
+    register(_record)

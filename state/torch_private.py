@@ -1,0 +1,108 @@
+"""The one module that touches private torch: each name is wrapped in a word of ours, and missing ones say so.
+
+Everything is found by feature, not by version, and imported when first used: Inductor alone takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DispatchMode",
+    "compile_graph",
+    "fake_mode",
+    "fake_of",
+    "is_fake",
+    "is_tracing",
+    "nested_trace",
+    "overlaps",
+    "scan",
+    "trace",
+    "untraced",
+]
+
+DispatchMode = TorchDispatchMode
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"this torch ({torch.__version__}) has no {module}.{name}, which purestep needs; "
+            "run the step eagerly (without ps.jit) or install another torch"
+        ) from error
+
+
+def is_tracing() -> bool:
+    """Whether a graph is being recorded in this thread by :func:`trace`."""
+    return _find("torch.fx.experimental.proxy_tensor", "get_proxy_mode")() is not None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape but no values."""
+    return isinstance(tensor, _find("torch._subclasses.fake_tensor", "FakeTensor"))
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Run operations without recording them."""
+    with _find("torch.fx.experimental.proxy_tensor", "disable_proxy_modes_tracing")():
+        yield
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes but no values; real tensors that a step closes over may enter."""
+    shapes = _find("torch.fx.experimental.symbolic_shapes", "ShapeEnv")()
+    return _find("torch._subclasses.fake_tensor", "FakeTensorMode")(
+        shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True
+    )
+
+
+def fake_of(mode: Any, tensor: Tensor) -> Tensor:
+    """The fake twin of a tensor: same shape, strides, dtype, device."""
+    return mode.from_tensor(tensor, static_shapes=True)  # type: ignore[no-any-return]
+
+
+def trace(fn: Callable[..., Any], mode: Any, inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """Record ``fn`` over flat fake tensors into a graph of aten operations."""
+    make_fx = _find("torch.fx.experimental.proxy_tensor", "make_fx")
+    with mode, torch.no_grad():
+        return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)  # type: ignore[no-any-return]
+
+
+def nested_trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """Record ``fn`` into a graph of its own while another one is being recorded."""
+    make_fx = _find("torch.fx.experimental.proxy_tensor", "make_fx")
+    with untraced(), torch.no_grad():
+        examples = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
+        return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*examples)  # type: ignore[no-any-return]
+
+
+def scan(
+    body: torch.fx.GraphModule, carry: Sequence[Tensor], rows: Sequence[Tensor], fixed: Sequence[Tensor]
+) -> list[Tensor]:
+    """Fold ``body(*carry, *row, *fixed) -> carry`` over the first dimension of ``rows``, as one loop in the graph."""
+    out = _find("torch._higher_order_ops.scan", "scan_op")(body, list(carry), list(rows), tuple(fixed))
+    return list(out[: len(carry)])
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, mode: Any, inputs: Sequence[Tensor]
+) -> Callable[..., Sequence[Tensor]]:
+    """Lower a recorded graph with Inductor; ``inputs`` are the fake tensors it was recorded with."""
+    compile_fx = _find("torch._inductor.compile_fx", "compile_fx")
+    with mode, torch.no_grad():
+        return compile_fx(graph, list(inputs))  # type: ignore[no-any-return]
+
+
+def overlaps(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors (fake ones too) share a storage."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -1,0 +1,223 @@
+"""Words for trees of tensors.
+
+A tree is any nesting of dict, list, tuple, named tuple, ``None``, attrs and dataclass records; its leaves are tensors
+(in a batch also numbers, strings and whatever else a loader yields). ``None`` stands for an absent leaf: a map skips it,
+so a gradient tree with ``None`` where a parameter is frozen or unused lines up with the full tree of parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LeafSpec",
+    "Tree",
+    "TreeDef",
+    "difference",
+    "fill",
+    "flatten",
+    "leaves",
+    "leaves_with_paths",
+    "map_leaves",
+    "map_leaves_to",
+    "register",
+    "spec",
+    "unflatten",
+]
+
+Tree: TypeAlias = Any
+TreeDef: TypeAlias = optree.PyTreeSpec
+
+NAMESPACE = "purestep"
+_registered: set[type] = set()
+
+
+def register(cls: type, fields: tuple[str, ...] | None = None) -> type:
+    """Make an attrs or dataclass record a node of our trees; returns ``cls``.
+
+    Args:
+        cls: the record's class.
+        fields: names of the fields that are children; all by default. The others are kept as static data.
+    """
+    if cls not in _registered:
+        every = tuple(field.name for field in _fields(cls))
+        children = every if fields is None else fields
+        static = tuple(name for name in every if name not in children)
+
+        def take_apart(record: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+            return tuple(getattr(record, n) for n in children), tuple(getattr(record, n) for n in static), children
+
+        def put_together(static_values: Any, child_values: Iterable[Any]) -> Any:
+            # Not through __init__: a record is rebuilt around other leaves (shapes, names, placeholders), and what its
+            # constructor checks or derives was already checked and derived.
+            record = cls.__new__(cls)
+            for name, value in zip(children + static, (*child_values, *static_values), strict=True):
+                object.__setattr__(record, name, value)
+            return record
+
+        optree.register_pytree_node(
+            cls, take_apart, put_together, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
+        )
+        _registered.add(cls)
+    return cls
+
+
+def _fields(cls: type) -> tuple[Any, ...]:
+    return attrs.fields(cls) if attrs.has(cls) else dataclasses.fields(cls)  # type: ignore[arg-type]
+
+
+def _is_record(value: Any) -> bool:
+    return not isinstance(value, (Tensor, type)) and (attrs.has(type(value)) or dataclasses.is_dataclass(value))
+
+
+def flatten(tree: Tree, *, none_is_leaf: bool = False) -> tuple[list[Any], TreeDef]:
+    """Leaves in a fixed order (dicts by sorted key) and the structure; ``None`` is structure unless asked otherwise.
+
+    Example:
+        >>> values, treedef = flatten({"b": 2, "a": (1, None)})
+        >>> values
+        [1, 2]
+        >>> unflatten(treedef, [10, 20])
+        {'a': (10, None), 'b': 20}
+    """
+    while True:
+        values, treedef = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+        unknown = {type(value) for value in values if _is_record(value)}
+        if not unknown:
+            return values, treedef
+        for cls in unknown:
+            register(cls)
+
+
+def unflatten(treedef: TreeDef, values: Iterable[Any]) -> Tree:
+    """The tree of structure ``treedef`` with these leaves: the inverse of :func:`flatten`."""
+    return optree.tree_unflatten(treedef, values)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The leaves that are present, in the order of :func:`flatten`.
+
+    Example:
+        >>> leaves([1, None, {"x": 2}])
+        [1, 2]
+    """
+    return flatten(tree)[0]
+
+
+def leaves_with_paths(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
+    """The present leaves, each with its path written as the Python expression that reaches it from ``root``.
+
+    Example:
+        >>> leaves_with_paths({"w": 1, "layers": [2]}, "params")
+        [("params['layers'][0]", 2), ("params['w']", 1)]
+    """
+    values, treedef = flatten(tree)
+    return list(zip((path.codify(root) for path in treedef.accessors()), values, strict=True))
+
+
+def map_leaves(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """``fn`` over the leaves of trees of one structure; where any of them is absent (``None``), so is the result.
+
+    Raises:
+        ValueError: if the structures differ.
+
+    Example:
+        >>> map_leaves(lambda g, p: g + p, {"w": 1, "frozen": None}, {"w": 10, "frozen": 20})
+        {'frozen': None, 'w': 11}
+    """
+
+    def present(*values: Any) -> Any:
+        return None if any(value is None for value in values) else fn(*values)
+
+    values, treedef = flatten(tree, none_is_leaf=True)
+    others = [_aligned(other, treedef) for other in rest]
+    return unflatten(treedef, [present(*row) for row in zip(values, *others, strict=True)])
+
+
+def map_leaves_to(count: int, fn: Callable[..., tuple[Any, ...]], tree: Tree, *rest: Tree) -> tuple[Tree, ...]:
+    """Like :func:`map_leaves` for a ``fn`` that returns ``count`` values: gives ``count`` trees.
+
+    Example:
+        >>> map_leaves_to(2, lambda g, m: (g + m, g), {"w": 1}, {"w": 10})
+        ({'w': 11}, {'w': 1})
+    """
+    values, treedef = flatten(tree, none_is_leaf=True)
+    others = [_aligned(other, treedef) for other in rest]
+    absent = (None,) * count
+    rows = [absent if any(v is None for v in row) else fn(*row) for row in zip(values, *others, strict=True)]
+    return tuple(unflatten(treedef, [row[i] for row in rows]) for i in range(count))
+
+
+def fill(tree: Tree, default: Tree) -> Tree:
+    """``tree`` with its absent leaves taken from ``default``.
+
+    Example:
+        >>> fill({"w": 1, "frozen": None}, {"w": 10, "frozen": 20})
+        {'frozen': 20, 'w': 1}
+    """
+    values, treedef = flatten(tree, none_is_leaf=True)
+    pairs = zip(values, _aligned(default, treedef), strict=True)
+    return unflatten(treedef, [other if value is None else value for value, other in pairs])
+
+
+def _aligned(tree: Tree, treedef: TreeDef) -> list[Any]:
+    values, other = flatten(tree, none_is_leaf=True)
+    if other != treedef:
+        raise ValueError(f"trees of different structure: {treedef} and {other}")
+    return values
+
+
+@attrs.frozen
+class LeafSpec:
+    """What must not change about a leaf over a step."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+
+def spec(tree: Tree) -> Tree:
+    """The tree with each tensor replaced by its :class:`LeafSpec`; other leaves stay.
+
+    Example:
+        >>> str(spec(torch.zeros(2, 3)))
+        'float32[2, 3] on cpu'
+    """
+
+    def of(leaf: Any) -> Any:
+        return LeafSpec(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(of, tree)
+
+
+def difference(before: Tree, after: Tree, root: str = "") -> str | None:
+    """The first difference in structure or leaf spec, in words with the leaf's path; ``None`` if there is none.
+
+    Example:
+        >>> difference({"w": torch.zeros(2)}, {"w": torch.zeros(3)}, "params")
+        "params['w'] was float32[2] on cpu and is now float32[3] on cpu"
+    """
+    old, new = (dict(leaves_with_paths(tree, root)) for tree in (before, after))
+    gone = [path for path in old if path not in new]
+    extra = [path for path in new if path not in old]
+    if gone or extra:
+        return "; ".join(
+            f"{word} {', '.join(paths)}" for word, paths in (("missing", gone), ("unexpected", extra)) if paths
+        )
+    for path, value in old.items():
+        was, now = spec(value), spec(new[path])
+        if isinstance(was, LeafSpec) != isinstance(now, LeafSpec):
+            return f"{path} was {was} and is now {now!r}: a Python value where a tensor is needed"
+        if was != now:
+            return f"{path} was {was} and is now {now}"
+    return None

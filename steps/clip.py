@@ -1,0 +1,245 @@
+"""The clip concern: bound the gradients' norm or their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..state.torch_private import is_tracing
+from ..state.tree import Tree, fill, flatten, leaves_with_paths, map_leaves, unflatten
+from .concern import Flow, Stateless
+
+__all__ = ["Clip", "clip", "clip_by_norm", "clip_by_value", "first_nonfinite", "global_norm"]
+
+NonFinite = Literal["skip", "keep", "raise"]
+
+
+def clip(
+    max_norm: float | None = None,
+    *,
+    max_value: float | None = None,
+    norm_type: float = 2.0,
+    nonfinite: NonFinite = "skip",
+    where: Callable[[str], bool] | None = None,
+) -> Clip:
+    r"""Bound the gradients: :math:`g \mapsto g \cdot \min(1,\; c / (\lVert g \rVert_p + 10^{-6}))`, or by value.
+
+    The reported ``grad_norm`` is the norm before clipping.
+
+    Args:
+        max_norm: c, in the unit of the gradient norm, > 0; ``math.inf`` only measures.
+        max_value: or the largest absolute value of an element (of the real and the imaginary part), > 0.
+        norm_type: p, > 0; ``math.inf`` for the largest absolute value.
+        nonfinite: what a norm that is not finite means. ``"skip"``: the update does not happen; ``"keep"``: the gradients
+            stay as they are; ``"raise"``: an error that names the first leaf, in eager steps only (it reads values).
+        where: ``where(path) -> bool``, which leaves are clipped and measured together; all by default. Paths are
+            written as in ``grads['0.weight']``. Others pass through.
+
+    Returns:
+        A concern, to be called as ``grads -> (grads, norm)``.
+
+    Raises:
+        ValueError: if not exactly one bound is given, or a bound or ``norm_type`` is not positive or is NaN.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> clipped, norm = ps.clip(max_norm=1.0)({"w": torch.tensor([3.0, 4.0])})
+        >>> float(norm), clipped["w"]
+        (5.0, tensor([0.6000, 0.8000]))
+
+    Reference:
+        Pascanu et al., On the difficulty of training recurrent neural networks, 2012.
+    """
+    if (max_norm is None) == (max_value is None):
+        raise ValueError(f"give either max_norm or max_value, got max_norm={max_norm!r} and max_value={max_value!r}")
+    bounds = {"max_norm": max_norm, "max_value": max_value, "norm_type": norm_type}
+    for name, bound in bounds.items():
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0:
+            raise ValueError(f"{name} must be a positive number, got {bound!r}; leave the concern out for no clipping")
+    if nonfinite not in ("skip", "keep", "raise"):
+        raise ValueError(f'nonfinite must be "skip", "keep" or "raise", got {nonfinite!r}')
+    return Clip(max_norm, max_value, float(norm_type), nonfinite, where)
+
+
+@attrs.frozen
+class Clip(Stateless):
+    """A bound on the gradients; see :func:`clip`."""
+
+    takes: ClassVar[str] = "grads"
+    gives: ClassVar[str] = "grads"
+
+    max_norm: float | None
+    max_value: float | None
+    norm_type: float
+    nonfinite: NonFinite
+    where: Callable[[str], bool] | None
+
+    def __call__(self, grads: Tree) -> tuple[Tree, Tensor]:
+        """The clipped tree and the norm before clipping, 0-d, of the leaves that ``where`` chooses.
+
+        Raises:
+            ValueError: if ``grads`` is an iterator.
+            FloatingPointError: with ``nonfinite="raise"``, naming the first leaf that is not finite.
+        """
+        if isinstance(grads, Iterator):
+            raise ValueError("grads must be a tree of tensors, got an iterator, which can be read only once")
+        chosen = self._chosen(grads)
+        norm = global_norm(chosen, self.norm_type)
+        if self.nonfinite == "raise":
+            _raise_nonfinite(grads, norm)
+        if self.max_norm is not None:
+            clipped, _ = clip_by_norm(chosen, self.max_norm, norm=norm)
+        else:
+            clipped = clip_by_value(chosen, self.max_value)  # type: ignore[arg-type]
+        return fill(clipped, grads), norm
+
+    def apply(self, flow: Flow) -> Flow:
+        """The flow with clipped gradients, the norm reported (of all leaves only), the update skipped where it is not finite."""
+        grads, norm = self(flow.value)
+        ok = flow.ok & torch.isfinite(norm) if self.nonfinite == "skip" else flow.ok
+        measured = {} if self.where is not None else {"grad_norm": norm}
+        return flow.replace(value=grads, ok=ok, metrics={**measured, **flow.metrics})
+
+    def _chosen(self, grads: Tree) -> Tree:
+        if self.where is None:
+            return grads
+        values, treedef = flatten(grads)
+        paths = (path.codify("grads") for path in treedef.accessors())
+        return unflatten(treedef, [leaf if self.where(path) else None for path, leaf in zip(paths, values, strict=True)])
+
+
+def global_norm(grads: Tree, norm_type: float = 2.0) -> Tensor:
+    r"""The p-norm over all leaves together, without overflow: :math:`m \, (\sum |g_i / m|^p)^{1/p}`.
+
+    Leaves of up to 32 bits are summed in float64, where no square of a float32 overflows; float64 leaves are scaled by
+    their largest absolute value m first.
+
+    Args:
+        grads: tree of floating or complex tensors, dense or sparse; ``None`` and empty leaves count as nothing.
+        norm_type: p, > 0, or ``math.inf``.
+
+    Returns:
+        0-d, float32 unless a leaf is float64; zero for a tree without elements.
+
+    Example:
+        >>> global_norm({"w": torch.tensor([3.0, 4.0]), "unused": None})
+        tensor(5.)
+    """
+    tensors = [_values(leaf) for _, leaf in leaves_with_paths(grads)]
+    tensors = [leaf for leaf in tensors if leaf.numel()]
+    if not tensors:
+        return torch.zeros(())
+    norms = torch.stack([_leaf_norm(leaf, norm_type).to(tensors[0].device) for leaf in tensors])
+    wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in tensors)
+    return _scaled_norm(norms, norm_type).to(torch.float64 if wide else torch.float32)
+
+
+def _values(leaf: Tensor) -> Tensor:
+    """The elements of a sparse gradient with its repeated rows added up."""
+    return leaf.coalesce().values() if leaf.layout == torch.sparse_coo else leaf
+
+
+def _leaf_norm(leaf: Tensor, norm_type: float) -> Tensor:
+    if leaf.dtype in (torch.float64, torch.complex128):
+        return _scaled_norm(leaf.abs(), norm_type)
+    wide = torch.complex128 if leaf.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(leaf, norm_type, dtype=wide)
+    return norm
+
+
+def _scaled_norm(sizes: Tensor, norm_type: float) -> Tensor:
+    """The norm of non-negative numbers: scaled by the largest, so that no power over- or underflows."""
+    largest = sizes.max()
+    if math.isinf(norm_type):
+        return largest
+    usable = torch.isfinite(largest) & (largest > 0)
+    scale = torch.where(usable, largest, torch.ones_like(largest))
+    norm: Tensor = torch.linalg.vector_norm(sizes / scale, norm_type) * scale
+    return norm
+
+
+def clip_by_norm(
+    grads: Tree, max_norm: float | Tensor, *, norm_type: float = 2.0, norm: Tensor | None = None
+) -> tuple[Tree, Tensor]:
+    r"""Scale ``grads`` so that their joint norm is at most ``max_norm``; unchanged where the norm is not finite.
+
+    The rule of ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        grads: tree of floating or complex tensors, already divided by the weight.
+        max_norm: positive, in the unit of the norm.
+        norm_type: p of the norm.
+        norm: the norm, where it is known already.
+
+    Returns:
+        The scaled tree (same structure, shapes, dtypes) and the norm before scaling, 0-d.
+
+    Example:
+        >>> clip_by_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)[1]
+        tensor(5.)
+    """
+    norm = global_norm(grads, norm_type) if norm is None else norm
+    # In float64, so that the factor is rounded once, to the leaf's own dtype.
+    factor = (max_norm / (norm.to(torch.float64) + 1e-6)).clamp(max=1.0)
+    factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
+    return map_leaves(lambda leaf: _scale(leaf, factor), grads), norm
+
+
+def _scale(leaf: Tensor, factor: Tensor) -> Tensor:
+    real = leaf.to(torch.float32) if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+    dtype = real.dtype.to_real() if real.is_complex() else real.dtype
+    return (real * factor.to(device=leaf.device, dtype=dtype)).to(leaf.dtype)
+
+
+def clip_by_value(grads: Tree, max_value: float) -> Tree:
+    """Clamp every element to ``[-max_value, max_value]``; of a complex leaf the real and the imaginary part.
+
+    Args:
+        grads: tree of tensors.
+        max_value: positive.
+
+    Example:
+        >>> clip_by_value({"w": torch.tensor([3.0, -0.5])}, 1.0)
+        {'w': tensor([ 1.0000, -0.5000])}
+    """
+
+    def clamp(leaf: Tensor) -> Tensor:
+        if leaf.layout == torch.sparse_coo:
+            whole = leaf.coalesce()
+            return torch.sparse_coo_tensor(whole.indices(), clamp(whole.values()), whole.shape, is_coalesced=True)
+        if leaf.is_complex():
+            return torch.view_as_complex(torch.view_as_real(leaf).clamp(-max_value, max_value))
+        return leaf.clamp(-max_value, max_value)
+
+    return map_leaves(clamp, grads)
+
+
+def first_nonfinite(tree: Tree, root: str = "grads") -> str | None:
+    """The path of the first leaf with an element that is not finite; ``None`` if there is none. Reads values.
+
+    Example:
+        >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
+        "grads['b']"
+    """
+    for path, leaf in leaves_with_paths(tree, root):
+        if not bool(torch.isfinite(_values(leaf)).all()):
+            return path
+    return None
+
+
+def _raise_nonfinite(grads: Tree, norm: Tensor) -> None:
+    if is_tracing() or torch.compiler.is_compiling():
+        raise RuntimeError(
+            'clip(nonfinite="raise") reads values and works in eager steps only; use "skip" in a compiled step: '
+            "metrics['updated'] tells, and ps.first_nonfinite names the leaf"
+        )
+    if not bool(torch.isfinite(norm)):
+        path = first_nonfinite(grads)
+        raise FloatingPointError(f"the gradient norm is {float(norm)}: the first leaf that is not finite is {path}")

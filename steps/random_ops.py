@@ -1,0 +1,210 @@
+"""Random operations of plain torch code, answered from a key.
+
+``nn.Dropout`` and its kin draw from torch's global generator. Inside :func:`keyed` every random operation is answered
+with Philox numbers of the step's key instead, eager and while tracing alike, so no random operation is left in a graph
+and the global generator does not move.
+
+The n-th draw of a forward uses ``fold_in(key, n)``. The counter n is kept in the seed of torch's own generator for the
+time of the context: ``torch.utils.checkpoint`` saves and restores that generator around a recomputed block, so the
+recomputation draws the same numbers without knowing of keys. The generator is put back at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..state.errors import RandomOpError
+from ..state.key import bernoulli, fold_in, normal, uniform
+from ..state.torch_private import DispatchMode
+
+__all__ = ["keyed"]
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def keyed(key: Tensor | None) -> Iterator[None]:
+    """Answer random operations from ``key``; without a key they are refused.
+
+    Raises:
+        RandomOpError: from a random operation that has no keyed form, that names a generator of its own, or that is
+            drawn without a key.
+
+    Example:
+        >>> from purestep.state.key import random_key
+        >>> with keyed(random_key(0)):
+        ...     torch.rand(2)
+        tensor([0.4424, 0.2411])
+    """
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo traces neither a dispatch mode nor a generator; there a model draws through keyed modules.
+        yield
+        return
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(0)
+    try:
+        with _KeyedMode(key, generator):
+            yield
+    finally:
+        generator.set_state(before)
+
+
+class _KeyedMode(DispatchMode):
+    def __init__(self, key: Tensor | None, generator: torch.Generator) -> None:
+        super().__init__()
+        self.key, self.generator = key, generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self._answer(func, _named_arguments(func, args, kwargs))
+
+    def _answer(self, func: Any, given: dict[str, Any]) -> Any:
+        rule = _RULES.get(func.overloadpacket)
+        if rule is None:
+            raise RandomOpError(
+                f"{func} has no keyed form: it would draw from torch's global generator. Draw the numbers with "
+                "ps.uniform, ps.normal or ps.bernoulli from the key that the loss is given"
+            )
+        if given.get("generator") is not None:
+            raise RandomOpError(
+                f"{func} draws from a torch.Generator of its own, whose state is not part of the training state; "
+                "leave the generator out"
+            )
+        if self.key is None:
+            raise RandomOpError(f"{func} draws random numbers but no key was given: pass key=ps.random_key(seed)")
+        count = self.generator.initial_seed()
+        self.generator.manual_seed(count + 1)
+        values = rule(fold_in(self.key, count), given)
+        target = given.get("self")
+        mutates = func._schema.is_mutable and isinstance(target, Tensor)
+        return target.copy_(values) if mutates else values  # type: ignore[union-attr]
+
+
+def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    schema = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
+    given.update(kwargs)
+    return given
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call draws at all: attention and recurrent kernels carry the tag with dropout switched off too."""
+    given = _named_arguments(func, args, kwargs)
+    for name in ("dropout_p", "dropout", "dropout_prob"):
+        if name in given:
+            return bool(given[name])
+    if func.overloadpacket in (aten.native_dropout, aten.rrelu_with_noise, aten.rrelu_with_noise_functional):
+        return bool(given.get("train", given.get("training")))
+    return True
+
+
+def _dtype(given: dict[str, Any], default: torch.dtype | None = None) -> torch.dtype:
+    like = given.get("self")
+    return given.get("dtype") or default or (like.dtype if isinstance(like, Tensor) else torch.get_default_dtype())
+
+
+def _shape(given: dict[str, Any]) -> tuple[int, ...]:
+    like = given.get("self")
+    return tuple(like.shape) if isinstance(like, Tensor) else tuple(given["size"])
+
+
+def _bernoulli(key: Tensor, given: dict[str, Any]) -> Tensor:
+    p, like = given.get("p"), given["self"]
+    return bernoulli(key, like if p is None else p, like.shape, dtype=like.dtype)
+
+
+def _uniform(key: Tensor, given: dict[str, Any]) -> Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return uniform(key, _shape(given), low, high, dtype=_dtype(given))
+
+
+def _normal(key: Tensor, given: dict[str, Any]) -> Tensor:
+    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+    tensors = [value for value in (mean, std, given.get("self")) if isinstance(value, Tensor)]
+    if "size" in given or "self" in given:
+        return normal(key, _shape(given), mean, std, dtype=_dtype(given))
+    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    return normal(key, shape, mean, std, dtype=tensors[0].dtype)
+
+
+def _randint(key: Tensor, given: dict[str, Any]) -> Tensor:
+    low, high = given.get("low", 0), given["high"]
+    like = given.get("self")
+    shape = _shape(given)
+    default = like.dtype if isinstance(like, Tensor) else torch.int64
+    word = uniform(key, shape, dtype=torch.float64)
+    return (low + torch.floor(word * (high - low))).to(_dtype(given, default))
+
+
+def _random(key: Tensor, given: dict[str, Any]) -> Tensor:
+    like = given["self"]
+    low, high = given.get("from", 0), given.get("to")
+    if high is None:
+        # torch's own range: every integer that the dtype holds exactly.
+        mantissa = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+        high = 2 ** mantissa[like.dtype] + 1 if like.dtype.is_floating_point else torch.iinfo(like.dtype).max
+    return _randint(key, {"low": low, "high": high, "self": like})
+
+
+def _randperm(key: Tensor, given: dict[str, Any]) -> Tensor:
+    return torch.argsort(uniform(key, (given["n"],), dtype=torch.float64), stable=True).to(
+        _dtype(given, torch.int64)
+    )
+
+
+def _exponential(key: Tensor, given: dict[str, Any]) -> Tensor:
+    like = given["self"]
+    fraction = uniform(key, like.shape, dtype=torch.float64)
+    return (-torch.log1p(-fraction) / given.get("lambd", 1.0)).to(like.dtype)
+
+
+def _native_dropout(key: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    like, p = given["input"], given["p"]
+    mask = bernoulli(key, 1.0 - p, like.shape)
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    return like * mask * scale, mask
+
+
+def _multinomial(key: Tensor, given: dict[str, Any]) -> Tensor:
+    weights, count = given["self"], given["num_samples"]
+    if given.get("replacement"):
+        fraction = uniform(key, (*weights.shape[:-1], count), dtype=torch.float64)
+        edges = torch.cumsum(weights.to(torch.float64), -1)
+        return torch.searchsorted(edges, fraction * edges[..., -1:], right=True).clamp(max=weights.shape[-1] - 1)
+    # Without replacement: the smallest of exponential waiting times, each with its weight as rate.
+    fraction = uniform(key, weights.shape, dtype=torch.float64)
+    return torch.topk(-(-torch.log1p(-fraction) / weights.to(torch.float64)), count, dim=-1).indices
+
+
+
+_RULES: dict[Any, Callable[[Tensor, dict[str, Any]], Any]] = {
+    aten.bernoulli: _bernoulli,
+    aten.bernoulli_: _bernoulli,
+    aten.rand: _uniform,
+    aten.rand_like: _uniform,
+    aten.uniform_: _uniform,
+    aten.uniform: _uniform,
+    aten.randn: _normal,
+    aten.randn_like: _normal,
+    aten.normal_: _normal,
+    aten.normal: _normal,
+    aten.randint: _randint,
+    aten.randint_like: _randint,
+    aten.random_: _random,
+    aten.randperm: _randperm,
+    aten.exponential_: _exponential,
+    aten.exponential: _exponential,
+    aten.native_dropout: _native_dropout,
+    aten.multinomial: _multinomial,
+}

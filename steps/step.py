@@ -1,0 +1,83 @@
+"""The step concern: let an optimizer move the params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..state.tree import Tree
+from .concern import Flow
+from .faults import RATE
+from .transform import Transformation, apply_updates
+
+__all__ = ["OptimizerStep", "step"]
+
+OPT_STATE = "opt_state"  # the one slot that has a field of its own in the state
+
+
+def step(optimizer: Transformation) -> OptimizerStep:
+    r"""Move the params: :math:`\theta \leftarrow \theta + u(g, s, \theta)`.
+
+    Args:
+        optimizer: a transformation such as ``ps.adamw(...)``.
+
+    Returns:
+        A concern, to be called as ``(grads, opt_state, params) -> (params, opt_state)``.
+
+    Raises:
+        TypeError: if ``optimizer`` is not a transformation.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> move = ps.step(ps.sgd(0.5))
+        >>> params, _ = move(torch.tensor(2.0), move.optimizer.init(torch.tensor(1.0)), torch.tensor(1.0))
+        >>> float(params)
+        0.0
+    """
+    if not isinstance(optimizer, Transformation):
+        hint = "; wrap a torch.optim class as a pure pair first" if isinstance(optimizer, torch.optim.Optimizer) else ""
+        raise TypeError(f"optimizer must be a Transformation such as ps.adamw(...), got {optimizer!r}{hint}")
+    return OptimizerStep(optimizer)
+
+
+@attrs.frozen
+class OptimizerStep:
+    """An optimizer in a step; see :func:`step`."""
+
+    takes: ClassVar[str] = "grads"
+    gives: ClassVar[str] = "state"
+    slot_names: ClassVar[tuple[str, ...]] = (OPT_STATE,)
+
+    optimizer: Transformation
+
+    def slots(self, params: Tree) -> Mapping[str, Tree]:
+        """The optimizer's state for the trainable params (``None`` where frozen)."""
+        return {OPT_STATE: self.optimizer.init(params)}
+
+    def __call__(
+        self, grads: Tree, opt_state: Tree, params: Tree, hyper: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tree, Tree]:
+        """The params and the optimizer's state after the update.
+
+        Raises:
+            StateError: if the optimizer's state does not fit the params.
+        """
+        updates, after = self.optimizer.update(grads, opt_state, params, hyper)
+        return apply_updates(params, updates), after
+
+    def apply(self, flow: Flow) -> Flow:
+        """The flow with the new state as its value and the rate reported; a rate that is not finite is a fault."""
+        state = flow.state
+        params, opt_state = self(flow.value, state.opt_state, state.params, flow.hyper)
+        used = {**self.optimizer.hyperparams(state.opt_state), **flow.hyper}
+        fault = flow.fault
+        for value in used.values():
+            fault = torch.where(torch.isfinite(value), fault, fault | RATE)
+        rate = {"lr": used["lr"]} if "lr" in used else {}
+        return flow.replace(
+            value=state.replace(params=params, opt_state=opt_state), fault=fault, metrics={**rate, **flow.metrics}
+        )
