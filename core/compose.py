@@ -19,6 +19,7 @@ from ..steps.faults import raise_fault
 from ..steps.forward import Forward
 from ..steps.split_batch import SplitBatch
 from .checks import check_batch, check_result, check_state
+from .device import Device
 from .phase import Phase
 
 __all__ = ["Step", "compose"]
@@ -176,10 +177,11 @@ class Step:
                 raise_fault(metrics)
         return new, metrics
 
-    def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The step without its checks: what is traced."""
+    def run(self, state: TrainState, batch: Any, device: Device | None = None) -> tuple[TrainState, Metrics]:
+        """The step without its checks: what is traced. A device reduces the sums between local and apply."""
         metrics: Metrics = {}
         for phase in self.phases:
-            state, found = phase.apply(state, phase.local(state, batch))
+            sums = phase.local(state, batch, rank=0 if device is None else device.rank)
+            state, found = phase.apply(state, sums if device is None else device.reduce(sums))
             metrics.update(found)
         return state, metrics

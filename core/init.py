@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..state.errors import StateError
@@ -98,5 +97,3 @@ def _refuse_params(params: Any) -> None:
             raise StateError("the params lie on the meta device and have no values; materialise the module first")
     if len({leaf.device for leaf in values}) > 1:
         raise StateError(f"the params lie on several devices: {sorted({str(leaf.device) for leaf in values})}")
-
-

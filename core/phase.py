@@ -61,13 +61,14 @@ class Phase:
     accumulate: Accumulate
     after: tuple[Applied, ...]
 
-    def local(self, state: TrainState, batch: Any, first: Tensor | int = 0) -> Sums:
+    def local(self, state: TrainState, batch: Any, *, first: int = 0, rank: int = 0) -> Sums:
         """The sums of one process's batch.
 
         Args:
             state: the training state; not changed.
             batch: this process's rows.
-            first: the global index of its first microbatch.
+            first: the global index of the first microbatch of rank 0.
+            rank: this process's number; each has as many microbatches.
 
         Raises:
             BatchError: if the batch cannot be split.
@@ -77,7 +78,7 @@ class Phase:
         for fn in self.batch:
             batch = fn.call(batch, key)
         parts = self.split(batch) if self.split is not None else _whole(batch)
-        start = torch.full((), first, dtype=torch.int64, device=key.device) if isinstance(first, int) else first
+        start = torch.full((), first + rank * len(parts), dtype=torch.int64, device=key.device)
         return self.accumulate.local(self._one, (state.params, key), parts, start, state.buffers)
 
     def _one(self, fixed: Tree, microbatch: Any, index: Tensor, buffers: dict[str, Tensor]) -> Sums:

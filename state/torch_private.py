@@ -22,6 +22,7 @@ __all__ = [
     "is_fake",
     "is_tracing",
     "nested_trace",
+    "reads_a_value",
     "overlaps",
     "scan",
     "trace",
@@ -101,6 +102,17 @@ def compile_graph(
     compile_fx = _find("torch._inductor.compile_fx", "compile_fx")
     with mode, torch.no_grad():
         return compile_fx(graph, list(inputs))  # type: ignore[no-any-return]
+
+
+def reads_a_value(error: BaseException) -> bool:
+    """Whether an error of :func:`trace` says that the value of a tensor was asked for."""
+    fake, symbolic = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+    kinds = (
+        _find(fake, "DataDependentOutputException"),
+        _find(fake, "DynamicOutputShapeException"),
+        _find(symbolic, "GuardOnDataDependentSymNode"),
+    )
+    return isinstance(error, kinds) or "data-dependent" in str(error) or ".item()" in str(error)
 
 
 def overlaps(one: Tensor, other: Tensor) -> bool:

@@ -22,7 +22,7 @@ from ..state.errors import RandomOpError
 from ..state.key import bernoulli, fold_in, normal, uniform
 from ..state.torch_private import DispatchMode
 
-__all__ = ["keyed"]
+__all__ = ["draws", "keyed"]
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class _KeyedMode(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not draws(func, args, kwargs):
             return func(*args, **kwargs)
         return self._answer(func, _named_arguments(func, args, kwargs))
 
@@ -98,7 +98,7 @@ def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return given
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the call draws at all: attention and recurrent kernels carry the tag with dropout switched off too."""
     given = _named_arguments(func, args, kwargs)
     for name in ("dropout_p", "dropout", "dropout_prob"):

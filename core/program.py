@@ -1,0 +1,98 @@
+"""A program: one traced and compiled form of a step, and the call of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..state import torch_private
+from ..state.errors import CompileError
+from ..state.record import FlatState
+from .compose import Step
+from .device import Device
+from .flat_step import FlatStep, Outputs, flat_step
+from .trace import trace_step
+
+__all__ = ["Backend", "Program", "build"]
+
+Backend = Literal["inductor", "aot_eager", "eager"]
+
+
+@attrs.frozen
+class Program:
+    """A compiled step for one form of inputs.
+
+    Attributes:
+        call: flat tensors in, changed leaves (unless donated) and metrics out.
+        outputs: which leaves change, and the metrics' names.
+    """
+
+    call: Callable[..., Sequence[Tensor]]
+    outputs: Outputs
+
+    def run(self, leaves: list[Tensor], tensors: list[Tensor], *, donate: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The leaves of the new state, and the metrics."""
+        out = self.call(*leaves, *tensors)
+        changed = self.outputs.changed
+        if donate:
+            return leaves, dict(zip(self.outputs.metrics, out, strict=True))
+        new = list(leaves)
+        for place, value in zip(changed, out[: len(changed)], strict=True):
+            new[place] = value
+        return new, dict(zip(self.outputs.metrics, out[len(changed) :], strict=True))
+
+
+def build(
+    step: Step, device: Device, backend: Backend, state: FlatState, batch: tuple[list[Any], Any], *, donate: bool
+) -> Program:
+    """Trace and compile a step for the form of these inputs.
+
+    Raises:
+        TraceError: if it cannot be one graph.
+        CompileError: if Inductor cannot compile it here.
+    """
+    if not device.traceable:
+        raise CompileError(f"device {device.name} cannot be traced into a graph; run the step eagerly on it")
+    tensors = [leaf for leaf in batch[0] if isinstance(leaf, Tensor)]
+    flat = flat_step(_on(step, device), state, batch, donate=donate)
+    if backend == "eager":
+        return Program(_without_grad(flat), flat.outputs)
+    traced = trace_step(step, flat, [*state.leaves, *tensors])
+    if backend == "aot_eager":
+        return Program(_without_grad(attrs.evolve(flat, fn=traced.graph)), flat.outputs)
+    try:
+        compiled = torch_private.compile_graph(traced.graph, traced.mode, traced.inputs)
+    except Exception as error:
+        raise CompileError(_explain(error)) from error
+    return Program(compiled, flat.outputs)
+
+
+def _on(step: Step, device: Device) -> Callable[..., Any]:
+    def run(state: Any, batch: Any) -> Any:
+        return step.run(state, batch, device)
+
+    return run
+
+
+def _without_grad(flat: FlatStep) -> Callable[..., Sequence[Tensor]]:
+    def call(*inputs: Tensor) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return flat.fn(*inputs)
+
+    return call
+
+
+def _explain(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    if "compiler" in str(error).lower() and not any(shutil.which(name) for name in ("c++", "g++", "clang++", "gcc")):
+        advice = "there is no C++ compiler on the path: install one, such as g++"
+    elif isinstance(error, OSError) or "cannot open shared object" in str(error) or "invalid ELF" in str(error):
+        advice = "its compile cache may be damaged: remove the folder that TORCHINDUCTOR_CACHE_DIR names and try again"
+    else:
+        advice = 'try backend="aot_eager", which runs the same graph without compiling it'
+    return f"Inductor could not compile the step ({text[0]}). Nothing was run; {advice}"
