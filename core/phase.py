@@ -78,18 +78,16 @@ class Phase:
         for fn in self.batch:
             batch = fn.call(batch, key)
         parts = self.split(batch) if self.split is not None else _whole(batch)
-        start = torch.full((), first + rank * len(parts), dtype=torch.int64, device=key.device)
-        return self.accumulate.local(self._one, (state.params, key), parts, start, state.buffers)
+        places = torch.arange(len(parts), dtype=torch.int64, device=key.device) + (first + rank * len(parts))
+        return self.accumulate.local(self._one, state.params, parts, fold_in(key, places), state.buffers)
 
-    def _one(self, fixed: Tree, microbatch: Any, index: Tensor, buffers: dict[str, Tensor]) -> Sums:
-        params, key = fixed
-        own = fold_in(key, index)
+    def _one(self, params: Tree, microbatch: Any, key: Tensor, buffers: dict[str, Tensor]) -> Sums:
         for fn in self.microbatch:
-            microbatch = fn.call(microbatch, own)
+            microbatch = fn.call(microbatch, key)
         loss_fn = _Then(self.forward, self.loss) if self.loss else self.forward
-        sums = self.backward(loss_fn, params, microbatch, own, buffers=buffers)
+        sums = self.backward(loss_fn, params, microbatch, key, buffers=buffers)
         for fn in self.sums:
-            sums = _expect(fn.call(sums, own), Sums, fn)
+            sums = _expect(fn.call(sums, key), Sums, fn)
         return sums
 
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:

@@ -13,15 +13,17 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from .torch_private import is_tracing
+
 __all__ = ["bernoulli", "bits", "fold_in", "normal", "philox4x32", "random_key", "split", "uniform"]
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)  # less 2**32: see _multiply
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _FOLD = 1 << 31  # set in the counter's last word by fold_in, never by a draw: the two cannot meet
@@ -66,13 +68,22 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
         Four int64 tensors of unsigned 32-bit words.
     """
     (x0, x1, x2, x3), (k0, k1) = counter, key
-    for round_index in range(_ROUNDS):
-        if round_index:
-            k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-        # The product of two 32-bit words wraps into int64 without losing a bit; the shift is arithmetic, hence the mask.
-        p0, p1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1, x2, x3 = ((p1 >> 32) & _MASK) ^ x1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ x3 ^ k1, p0 & _MASK
-    return x0, x1, x2, x3
+    for turn in range(_ROUNDS):
+        (high0, low0), (high1, low1) = _multiply(x0, _MULTIPLIERS[0]), _multiply(x2, _MULTIPLIERS[1])
+        x0 = (high1 ^ x1 ^ (k0 + turn * _WEYL[0])) & _MASK
+        x2 = (high0 ^ x3 ^ (k1 + turn * _WEYL[1])) & _MASK
+        x1, x3 = low1, low0
+    return x0, x1 & _MASK, x2, x3 & _MASK
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High word of ``word * (factor + 2**32)``, and a number whose low 32 bits are its low word.
+
+    The plain product of two words overflows int64, which compiled C++ leaves undefined (seen: other bits). With the factor
+    less 2**32, of magnitude below 2**30, nothing overflows, and adding the word to the high half makes up for it.
+    """
+    product = word * factor
+    return (product >> 32) + word, product
 
 
 def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,10 +105,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     Args:
         key: int64 tensor of shape (2,).
-        data: a non-negative int below 2**62, or a 0-d integer tensor.
+        data: a non-negative int below 2**62, or an integer tensor of any shape.
 
     Returns:
-        A key.
+        A key; for a tensor of data one key per element, of shape ``(*data.shape, 2)``.
 
     Raises:
         ValueError: if ``key`` is not a key or ``data`` is negative.
@@ -113,7 +124,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         data = torch.full((), data, dtype=torch.int64, device=key.device)
     low, high = _halves(data.to(torch.int64))
     words = philox4x32((*_halves(key[1]), low, high | _FOLD), _halves(key[0]))
-    return torch.stack([words[0] | (words[1] << 32), words[2] | (words[3] << 32)])
+    # The offset keeps 62 bits: a stream can be read on from it without overflow.
+    return torch.stack([words[0] | (words[1] << 32), (words[2] | (words[3] << 32)) & (2**62 - 1)], dim=-1)
 
 
 def split(key: Tensor, count: int = 2) -> Tensor:
@@ -131,19 +143,40 @@ def split(key: Tensor, count: int = 2) -> Tensor:
     """
     if count < 1:
         raise ValueError(f"count must be positive, got {count}")
-    return torch.stack([fold_in(key, i) for i in range(count)])
+    return fold_in(key, torch.arange(count, dtype=torch.int64, device=key.device))
 
 
-def _words(key: Tensor, count: int) -> Words:
-    """Four tensors of ``count`` words each, blocks ``offset .. offset + count - 1`` of the key's stream."""
+def _words(key: Tensor, blocks: Tensor, stream: int) -> Words:
+    """The four words of each of these blocks of a key's stream."""
     _check_key(key)
-    position = key[1] + torch.arange(count, dtype=torch.int64, device=key.device)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
-    return philox4x32((*_halves(position), zero, zero), _halves(key[0]))
+    return philox4x32((*_halves(key[1] + blocks), zero + stream, zero), _halves(key[0]))
 
 
-def bits(key: Tensor, count: int) -> Tensor:
+def _lanes(key: Tensor, count: int, stream: int, lanes: int, join: Callable[[Words], tuple[Tensor, ...]]) -> Tensor:
+    """``count`` numbers, ``lanes`` of them from each block, in the order of the stream.
+
+    Eagerly each block is computed once. In a graph each number computes its own block and picks its lane: one kernel
+    without an intermediate in memory, which compiles several times faster than ``lanes`` joined ones.
+    """
+    if not (is_tracing() or torch.compiler.is_compiling()):
+        blocks = torch.arange(-(-count // lanes), dtype=torch.int64, device=key.device)
+        return torch.stack(join(_words(key, blocks, stream)), dim=-1).reshape(-1)[:count]
+    index = torch.arange(count, dtype=torch.int64, device=key.device)
+    values = join(_words(key, index // lanes, stream))
+    picked = values[0]
+    for lane in range(1, lanes):
+        picked = torch.where(index % lanes == lane, values[lane], picked)
+    return picked
+
+
+def bits(key: Tensor, count: int, *, stream: int = 0) -> Tensor:
     """``count`` random words.
+
+    Args:
+        key: int64 tensor of shape (2,).
+        count: how many.
+        stream: below 2**31; the streams of a key are independent of each other.
 
     Returns:
         int64 tensor of shape (count,), each in [0, 2**32).
@@ -152,18 +185,19 @@ def bits(key: Tensor, count: int) -> Tensor:
         >>> bits(random_key(0), 2)
         tensor([1713891541, 3782870413])
     """
-    return torch.stack(_words(key, -(-count // 4)), dim=-1).reshape(-1)[:count]
+    return _lanes(key, count, stream, 4, lambda words: words)
 
 
-def _fractions(key: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Two float64 numbers of 53 bits, uniform in [0, 1), from each of ``blocks`` blocks."""
-    w0, w1, w2, w3 = _words(key, blocks)
-    first, second = (w0 << 21) | (w1 >> 11), (w2 << 21) | (w3 >> 11)
+def _fractions(words: Words) -> tuple[Tensor, Tensor]:
+    """Two float64 numbers of 53 bits, uniform in [0, 1), from each block."""
+    first, second = (words[0] << 21) | (words[1] >> 11), (words[2] << 21) | (words[3] >> 11)
     return first.to(torch.float64) * 2.0**-53, second.to(torch.float64) * 2.0**-53
 
 
-def _interleave(pair: tuple[Tensor, Tensor], shape: Sequence[int]) -> Tensor:
-    return torch.stack(pair, dim=-1).reshape(-1)[: math.prod(shape)].reshape(tuple(shape))
+def _normals(words: Words) -> tuple[Tensor, Tensor]:
+    u, v = _fractions(words)
+    radius, angle = torch.sqrt(-2.0 * torch.log1p(-u)), (2.0 * math.pi) * v
+    return radius * torch.cos(angle), radius * torch.sin(angle)
 
 
 def uniform(
@@ -173,6 +207,7 @@ def uniform(
     high: float | Tensor = 1.0,
     *,
     dtype: torch.dtype = torch.float32,
+    stream: int = 0,
 ) -> Tensor:
     r"""Numbers uniform in [low, high): :math:`low + (high - low) u`.
 
@@ -184,6 +219,7 @@ def uniform(
         low: lower bound, included.
         high: upper bound, excluded up to rounding.
         dtype: of the result, a floating dtype.
+        stream: which stream of the key, as in :func:`bits`.
 
     Example:
         >>> uniform(random_key(0), (2,))
@@ -191,9 +227,10 @@ def uniform(
     """
     count = math.prod(shape)
     if dtype == torch.float64:
-        value = _interleave(_fractions(key, -(-count // 2)), shape)
+        value = _lanes(key, count, stream, 2, _fractions)
     else:
-        value = ((bits(key, count) >> 8).to(torch.float32) * 2.0**-24).reshape(tuple(shape))
+        value = (bits(key, count, stream=stream) >> 8).to(torch.float32) * 2.0**-24
+    value = value.reshape(tuple(shape))
     if isinstance(low, Tensor) or isinstance(high, Tensor) or (low, high) != (0.0, 1.0):
         value = low + (high - low) * value
     return value.to(dtype)
@@ -206,6 +243,7 @@ def normal(
     std: float | Tensor = 1.0,
     *,
     dtype: torch.dtype = torch.float32,
+    stream: int = 0,
 ) -> Tensor:
     r"""Normal numbers, by Box and Muller in float64: :math:`\mu + \sigma \sqrt{-2 \ln(1 - u)} \cos(2 \pi v)`.
 
@@ -215,19 +253,23 @@ def normal(
         mean: the mean.
         std: the standard deviation.
         dtype: of the result, a floating dtype.
+        stream: which stream of the key, as in :func:`bits`.
 
     Example:
         >>> normal(random_key(0), (1000,)).std().round(decimals=1)
         tensor(1.)
     """
-    u, v = _fractions(key, -(-math.prod(shape) // 2))
-    radius, angle = torch.sqrt(-2.0 * torch.log1p(-u)), (2.0 * math.pi) * v
-    unit = _interleave((radius * torch.cos(angle), radius * torch.sin(angle)), shape)
+    unit = _lanes(key, math.prod(shape), stream, 2, _normals).reshape(tuple(shape))
     return (mean + std * unit).to(dtype)
 
 
 def bernoulli(
-    key: Tensor, p: float | Tensor, shape: Sequence[int] | None = None, *, dtype: torch.dtype = torch.bool
+    key: Tensor,
+    p: float | Tensor,
+    shape: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype = torch.bool,
+    stream: int = 0,
 ) -> Tensor:
     """Ones with probability ``p``, zeros otherwise.
 
@@ -236,6 +278,7 @@ def bernoulli(
         p: a number, or a tensor that broadcasts to ``shape``, in [0, 1].
         shape: of the result; the shape of ``p`` by default.
         dtype: of the result.
+        stream: which stream of the key, as in :func:`bits`.
 
     Raises:
         ValueError: if a number ``p`` lies outside [0, 1].
@@ -247,7 +290,7 @@ def bernoulli(
     if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
         raise ValueError(f"p must lie in [0, 1], got {p}")
     target = tuple(p.shape if isinstance(p, Tensor) else ()) if shape is None else tuple(shape)
-    word = bits(key, math.prod(target)).reshape(target)
+    word = bits(key, math.prod(target), stream=stream).reshape(target)
     if isinstance(p, Tensor):
         return (word.to(torch.float64) < p.to(torch.float64) * 2.0**32).to(dtype)
     return (word < round(p * 2**32)).to(dtype)

@@ -92,23 +92,23 @@ class Accumulate(Stateless):
         return _collapse(stack)
 
     def local(
-        self, one: Local, fixed: Tree, microbatches: list[Any], first: Tensor, buffers: Mapping[str, Tensor]
+        self, one: Local, params: Tree, microbatches: list[Any], keys: Tensor, buffers: Mapping[str, Tensor]
     ) -> Sums:
         """The sums of one process's microbatches.
 
         Args:
-            one: ``(fixed, microbatch, global index, buffers) -> Sums``, closing over no tensor.
-            fixed: tree of what every microbatch shares: the params and the key.
+            one: ``(params, microbatch, key, buffers) -> Sums``, closing over no tensor.
+            params: tree of tensors.
             microbatches: in order.
-            first: 0-d int64, the global index of the first of them.
+            keys: one per microbatch, int64 of shape (K, 2).
             buffers: the update's opening buffers.
         """
         stack: list[Sums | None] = []
         current, done = dict(buffers), 0
         if is_tracing() and len(microbatches) > self.unroll:
-            stack, current, done = self._looped(one, fixed, microbatches, first, current)
+            stack, current, done = self._looped(one, params, microbatches, keys, current)
         for index, microbatch in enumerate(microbatches[done:], start=done):
-            part = one(fixed, microbatch, first + index, current)
+            part = one(params, microbatch, keys[index], current)
             current = self._next_buffers(part, current)
             self._push(stack, part, index)
         return self._with_last_buffers(_collapse(stack), current)
@@ -155,7 +155,7 @@ class Accumulate(Stateless):
         return sums.replace(buffers={**sums.buffers, **follow})
 
     def _looped(
-        self, one: Local, fixed: Tree, microbatches: list[Any], first: Tensor, buffers: dict[str, Tensor]
+        self, one: Local, params: Tree, microbatches: list[Any], keys: Tensor, buffers: dict[str, Tensor]
     ) -> tuple[list[Sums | None], dict[str, Tensor], int]:
         """As many leading microbatches as are alike, as one loop in the graph: counter, buffers, how many."""
         alike = stacked(microbatches) or stacked(microbatches[:-1])
@@ -164,16 +164,15 @@ class Accumulate(Stateless):
         rows, rebuild = alike
         follow = [name for name in buffers if self._rule(name) == "sequential"]
 
-        def body(given: Tree, tensors: list[Tensor], index: Tensor, carried: list[Tensor]) -> tuple[Sums, list[Tensor]]:
-            shared, opening = given
-            opening = {**opening, **dict(zip(follow, carried, strict=True))}
-            part = one(shared, rebuild(tensors), index, opening)
+        def body(given: Tree, row: list[Tensor], carried: list[Tensor]) -> tuple[Sums, list[Tensor]]:
+            opening = {**given[1], **dict(zip(follow, carried, strict=True))}
+            part = one(given[0], rebuild(row[1:]), row[0], opening)
             after = self._next_buffers(part, opening)
             return part, [after[name] for name in follow]
 
-        columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+        columns = [keys[: len(rows)], *(torch.stack(column) for column in zip(*rows, strict=True))]
         carried = [buffers[name] for name in follow]
-        stack, last = fold_rows(body, (fixed, buffers), columns, first, carried, pairwise=self.order == "tree")
+        stack, last = fold_rows(body, (params, buffers), columns, carried, pairwise=self.order == "tree")
         return stack, {**buffers, **dict(zip(follow, last, strict=True))}, len(rows)
 
 

@@ -13,24 +13,23 @@ from torch import Tensor
 
 from ..state.sums import Sums
 from ..state.torch_private import nested_trace, scan, untraced
-from ..state.tree import Tree, TreeDef, flatten, unflatten
+from ..state.tree import LeafSpec, Tree, TreeDef, flatten, spec, unflatten
 
 __all__ = ["fold_rows"]
 
-Body = Callable[[Tree, list[Tensor], Tensor, list[Tensor]], tuple[Sums, list[Tensor]]]
+Body = Callable[[Tree, list[Tensor], list[Tensor]], tuple[Sums, list[Tensor]]]
 Levels = list[list[Tensor]]
 
 
 def fold_rows(
-    body: Body, fixed: Tree, columns: list[Tensor], first: Tensor, carried: list[Tensor], *, pairwise: bool
+    body: Body, fixed: Tree, columns: list[Tensor], carried: list[Tensor], *, pairwise: bool
 ) -> tuple[list[Sums | None], list[Tensor]]:
     """Run ``body`` over the rows of ``columns`` inside the graph that is being traced.
 
     Args:
-        body: ``(fixed, row, global index, carried) -> (Sums, carried)``, closing over no tensor.
+        body: ``(fixed, row, carried) -> (Sums, carried)``, closing over no tensor.
         fixed: what every row shares.
         columns: tensors with the rows along the first dimension.
-        first: 0-d int64, the global index of the first row.
         carried: tensors handed from row to row.
         pairwise: add in a pairwise tree, else one after the other.
 
@@ -38,19 +37,19 @@ def fold_rows(
         The binary counter after the last row, and what is carried out of it.
     """
     count = columns[0].shape[0]
-    shared, shared_def = flatten((fixed, first))
-    one, sums_def, zeros = _record_one(body, shared, shared_def, columns, carried)
+    shared, shared_def = flatten(fixed)
+    one, sums_def, shapes = _record_one(body, shared, shared_def, columns, carried)
     depth = count.bit_length() if pairwise else 1
-    width = len(zeros)
+    width = len(shapes)
 
     def loop_body(*flat: Tensor) -> tuple[Tensor, ...]:
         position, counters, rest = flat[0], flat[1 : 1 + depth * width], flat[1 + depth * width :]
         levels = [list(counters[level * width : (level + 1) * width]) for level in range(depth)]
-        out = one(*rest, position)
+        out = one(*rest)
         levels = _count(levels, out[:width], position) if pairwise else _add(levels, out[:width], position)
         return (position + 1, *(leaf for level in levels for leaf in level), *out[width:])
 
-    initial = [torch.zeros_like(first), *(torch.zeros_like(z) for _ in range(depth) for z in zeros)]
+    initial = [_position(columns), *(_zeros(shape) for _ in range(depth) for shape in shapes)]
     carry = [*initial, *(leaf.clone() for leaf in carried)]
     graph = nested_trace(loop_body, [*carry, *(column[0] for column in columns), *shared])
     final = scan(graph, carry, columns, shared)
@@ -64,24 +63,30 @@ def fold_rows(
 
 def _record_one(
     body: Body, shared: list[Tensor], shared_def: TreeDef, columns: list[Tensor], carried: list[Tensor]
-) -> tuple[torch.fx.GraphModule, TreeDef, list[Tensor]]:
-    """One row's work as a graph of flat tensors, the structure of its sums, and tensors of their shapes."""
+) -> tuple[torch.fx.GraphModule, TreeDef, list[LeafSpec]]:
+    """One row's work as a graph of flat tensors, the structure of its sums, and their forms."""
     structure: list[TreeDef] = []
 
     def flat_one(*flat: Tensor) -> tuple[Tensor, ...]:
         n, m = len(carried), len(carried) + len(columns)
-        fixed, first = unflatten(shared_def, flat[m:-1])
-        part, after = body(fixed, list(flat[n:m]), first + flat[-1], list(flat[:n]))
+        part, after = body(unflatten(shared_def, flat[m:]), list(flat[n:m]), list(flat[:n]))
         leaves, treedef = flatten(part)
         structure.append(treedef)
         return (*leaves, *after)
 
-    position = torch.zeros((), dtype=torch.int64, device=columns[0].device)
-    inputs = [*carried, *(column[0] for column in columns), *shared, position]
+    inputs = [*carried, *(column[0] for column in columns), *shared]
     graph = nested_trace(flat_one, inputs)
     with untraced():
-        shapes = graph(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs))
-    return graph, structure[-1], list(shapes[: len(shapes) - len(carried)])
+        out = graph(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs))
+    return graph, structure[-1], [spec(leaf) for leaf in out[: len(out) - len(carried)]]
+
+
+def _position(columns: list[Tensor]) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=columns[0].device)
+
+
+def _zeros(form: LeafSpec) -> Tensor:
+    return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
 
 
 def _count(levels: Levels, part: tuple[Tensor, ...], position: Tensor) -> Levels:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..state.errors import RandomOpError
-from ..state.key import bernoulli, fold_in
+from ..state.key import bernoulli
+from .random_ops import FIRST_STREAM
 
 __all__ = ["KeyedDropout", "bind_key", "keyed_modules", "refuse_unkeyed"]
 
@@ -25,12 +26,12 @@ class KeyStream:
     def __init__(self, key: Tensor | None) -> None:
         self.key, self.count = key, 0
 
-    def next(self) -> Tensor:
-        """The key of the next draw."""
+    def bernoulli(self, p: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next draw."""
         if self.key is None:
             raise RandomOpError("KeyedDropout draws random numbers but no key was given")
         self.count += 1
-        return fold_in(self.key, self.count - 1)
+        return bernoulli(self.key, p, shape, dtype=dtype, stream=FIRST_STREAM + self.count - 1)
 
 
 class KeyedDropout(nn.Module):
@@ -60,7 +61,7 @@ class KeyedDropout(nn.Module):
         shape = (*x.shape[: x.dim() - self.dims], *(1,) * self.dims)
         noise = x.new_empty(shape)
         if torch.compiler.is_dynamo_compiling() and self.stream is not None:
-            noise = bernoulli(self.stream.next(), 1.0 - self.p, shape, dtype=x.dtype)
+            noise = self.stream.bernoulli(1.0 - self.p, shape, x.dtype)
         else:
             noise.bernoulli_(1.0 - self.p)  # answered from the key, as every random operation of a step is
         return x * (noise / (1.0 - self.p))

@@ -4,7 +4,7 @@
 with Philox numbers of the step's key instead, eager and while tracing alike, so no random operation is left in a graph
 and the global generator does not move.
 
-The n-th draw of a forward uses ``fold_in(key, n)``. The counter n is kept in the seed of torch's own generator for the
+The n-th draw of a forward reads stream 2**31 + n of the key (a loss's own draws from it default to stream 0). The counter n is kept in the seed of torch's own generator for the
 time of the context: ``torch.utils.checkpoint`` saves and restores that generator around a recomputed block, so the
 recomputation draws the same numbers without knowing of keys. The generator is put back at the end.
 """
@@ -15,14 +15,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from ..state.errors import RandomOpError
-from ..state.key import bernoulli, fold_in, normal, uniform
+from ..state.key import bernoulli, normal, uniform
 from ..state.torch_private import DispatchMode
 
-__all__ = ["draws", "keyed"]
+__all__ = ["FIRST_STREAM", "draws", "keyed"]
+
+FIRST_STREAM = 1 << 31
 
 aten = torch.ops.aten
 
@@ -84,10 +87,27 @@ class _KeyedMode(DispatchMode):
             raise RandomOpError(f"{func} draws random numbers but no key was given: pass key=ps.random_key(seed)")
         count = self.generator.initial_seed()
         self.generator.manual_seed(count + 1)
-        values = rule(fold_in(self.key, count), given)
+        values = rule(_Source(self.key, FIRST_STREAM + count), given)
         target = given.get("self")
         mutates = func._schema.is_mutable and isinstance(target, Tensor)
         return target.copy_(values) if mutates else values  # type: ignore[union-attr]
+
+
+@attrs.frozen
+class _Source:
+    """One draw: a stream of a key."""
+
+    key: Tensor
+    stream: int
+
+    def bernoulli(self, *args: Any, **kwargs: Any) -> Tensor:
+        return bernoulli(self.key, *args, **kwargs, stream=self.stream)
+
+    def uniform(self, *args: Any, **kwargs: Any) -> Tensor:
+        return uniform(self.key, *args, **kwargs, stream=self.stream)
+
+    def normal(self, *args: Any, **kwargs: Any) -> Tensor:
+        return normal(self.key, *args, **kwargs, stream=self.stream)
 
 
 def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -119,76 +139,76 @@ def _shape(given: dict[str, Any]) -> tuple[int, ...]:
     return tuple(like.shape) if isinstance(like, Tensor) else tuple(given["size"])
 
 
-def _bernoulli(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _bernoulli(source: _Source, given: dict[str, Any]) -> Tensor:
     p, like = given.get("p"), given["self"]
-    return bernoulli(key, like if p is None else p, like.shape, dtype=like.dtype)
+    return source.bernoulli(like if p is None else p, like.shape, dtype=like.dtype)
 
 
-def _uniform(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _uniform(source: _Source, given: dict[str, Any]) -> Tensor:
     low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return uniform(key, _shape(given), low, high, dtype=_dtype(given))
+    return source.uniform(_shape(given), low, high, dtype=_dtype(given))
 
 
-def _normal(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _normal(source: _Source, given: dict[str, Any]) -> Tensor:
     mean, std = given.get("mean", 0.0), given.get("std", 1.0)
     tensors = [value for value in (mean, std, given.get("self")) if isinstance(value, Tensor)]
     if "size" in given or "self" in given:
-        return normal(key, _shape(given), mean, std, dtype=_dtype(given))
+        return source.normal(_shape(given), mean, std, dtype=_dtype(given))
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
-    return normal(key, shape, mean, std, dtype=tensors[0].dtype)
+    return source.normal(shape, mean, std, dtype=tensors[0].dtype)
 
 
-def _randint(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _randint(source: _Source, given: dict[str, Any]) -> Tensor:
     low, high = given.get("low", 0), given["high"]
     like = given.get("self")
     shape = _shape(given)
     default = like.dtype if isinstance(like, Tensor) else torch.int64
-    word = uniform(key, shape, dtype=torch.float64)
+    word = source.uniform(shape, dtype=torch.float64)
     return (low + torch.floor(word * (high - low))).to(_dtype(given, default))
 
 
-def _random(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _random(source: _Source, given: dict[str, Any]) -> Tensor:
     like = given["self"]
     low, high = given.get("from", 0), given.get("to")
     if high is None:
         # torch's own range: every integer that the dtype holds exactly.
         mantissa = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
         high = 2 ** mantissa[like.dtype] + 1 if like.dtype.is_floating_point else torch.iinfo(like.dtype).max
-    return _randint(key, {"low": low, "high": high, "self": like})
+    return _randint(source, {"low": low, "high": high, "self": like})
 
 
-def _randperm(key: Tensor, given: dict[str, Any]) -> Tensor:
-    return torch.argsort(uniform(key, (given["n"],), dtype=torch.float64), stable=True).to(
+def _randperm(source: _Source, given: dict[str, Any]) -> Tensor:
+    return torch.argsort(source.uniform((given["n"],), dtype=torch.float64), stable=True).to(
         _dtype(given, torch.int64)
     )
 
 
-def _exponential(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _exponential(source: _Source, given: dict[str, Any]) -> Tensor:
     like = given["self"]
-    fraction = uniform(key, like.shape, dtype=torch.float64)
+    fraction = source.uniform(like.shape, dtype=torch.float64)
     return (-torch.log1p(-fraction) / given.get("lambd", 1.0)).to(like.dtype)
 
 
-def _native_dropout(key: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _native_dropout(source: _Source, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     like, p = given["input"], given["p"]
-    mask = bernoulli(key, 1.0 - p, like.shape)
+    mask = source.bernoulli(1.0 - p, like.shape)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     return like * mask * scale, mask
 
 
-def _multinomial(key: Tensor, given: dict[str, Any]) -> Tensor:
+def _multinomial(source: _Source, given: dict[str, Any]) -> Tensor:
     weights, count = given["self"], given["num_samples"]
     if given.get("replacement"):
-        fraction = uniform(key, (*weights.shape[:-1], count), dtype=torch.float64)
+        fraction = source.uniform((*weights.shape[:-1], count), dtype=torch.float64)
         edges = torch.cumsum(weights.to(torch.float64), -1)
         return torch.searchsorted(edges, fraction * edges[..., -1:], right=True).clamp(max=weights.shape[-1] - 1)
     # Without replacement: the smallest of exponential waiting times, each with its weight as rate.
-    fraction = uniform(key, weights.shape, dtype=torch.float64)
+    fraction = source.uniform(weights.shape, dtype=torch.float64)
     return torch.topk(-(-torch.log1p(-fraction) / weights.to(torch.float64)), count, dim=-1).indices
 
 
 
-_RULES: dict[Any, Callable[[Tensor, dict[str, Any]], Any]] = {
+_RULES: dict[Any, Callable[[_Source, dict[str, Any]], Any]] = {
     aten.bernoulli: _bernoulli,
     aten.bernoulli_: _bernoulli,
     aten.rand: _uniform,
