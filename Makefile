@@ -1,0 +1,40 @@
+# Everything sets itself up: only Python, make and a C++ compiler are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/purestep
+STAMP := $(VENV)/.installed
+
+export TORCHINDUCTOR_CACHE_DIR ?= $(CACHE)/inductor
+
+.PHONY: demo test deep lint types wheel clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip==25.3
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 setuptools wheel build
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,lint]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	$(BIN)/python -m pytest --doctest-modules --doctest-continue-on-failure state steps devices core
+
+deep: $(STAMP)
+	PURESTEP_PROFILE=deep $(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+wheel: $(STAMP)
+	bash .ci/wheel.sh $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
