@@ -17,6 +17,7 @@ from ..steps.backward import Backward
 from ..steps.concern import KINDS, Concern, Custom
 from ..steps.faults import raise_fault
 from ..steps.forward import Forward
+from ..steps.keyed_modules import refuse_unkeyed
 from ..steps.split_batch import SplitBatch
 from .checks import check_batch, check_result, check_state
 from .device import Device
@@ -136,6 +137,12 @@ def _missing(flows: str, wanted: str) -> str:
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
+def _refuse_unkeyed(step: Step) -> None:
+    for phase in step.phases:
+        if phase.forward.template is not None:
+            refuse_unkeyed(phase.forward.template.module)
+
+
 @attrs.frozen(eq=False)
 class Step:
     """A pure training step: ``step(state, batch) -> (state, metrics)``; see :func:`compose`.
@@ -166,7 +173,9 @@ class Step:
             NumericsError: if a weight or a rate is not a usable number (on the CPU, where looking costs nothing).
         """
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling:
+        if compiling:
+            _refuse_unkeyed(self)
+        else:
             check_state(self, state)
             check_batch(state, batch)
         with torch.no_grad():

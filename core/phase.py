@@ -18,7 +18,7 @@ from ..state.errors import ComposeError, LossError
 from ..state.key import fold_in
 from ..state.record import Counters, TrainState
 from ..state.sums import Loss, Sum, Sums
-from ..state.tree import Tree, difference, flatten, leaves, unflatten
+from ..state.tree import Tree, difference, leaves, map_leaves
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.clip import global_norm
@@ -120,12 +120,13 @@ class Phase:
         updated = flow.ok & sound
         loss = Sum(sums.loss, sums.weight).mean()
         moved = new.replace(
-            buffers=self.accumulate.divide_buffers(sums, old.buffers), window=old.window.append(loss), slots=flow.slots
+            buffers=self.accumulate.divide_buffers(sums, old.buffers),
+            window=old.window.append(loss),
+            slots=flow.slots,
+            counters=_advance(old.counters, sums.samples, updated, sound),
+            key=old.key,
         )
-        kept = old.replace(counters=moved.counters, key=moved.key)
-        state = _choose(updated, moved, kept).replace(
-            counters=_advance(old.counters, sums.samples, updated, sound), key=old.key
-        )
+        state = moved.replace(**{name: _choose(updated, moved, old, name) for name in _GATED})
         own = {"loss": loss, "weight": sums.weight, "updated": updated, "fault": flow.fault}
         users = {name: metric.mean() for name, metric in sums.metrics.items()}
         return state, {**users, **flow.metrics, **own}
@@ -147,14 +148,19 @@ def _advance(old: Counters, samples: Tensor, updated: Tensor, sound: Tensor) -> 
     )
 
 
-def _choose(happened: Tensor, new: TrainState, old: TrainState) -> TrainState:
-    """``new`` where the update happened, else ``old``; leaves that no concern touched are handed on."""
-    fresh, treedef = flatten(new)
-    stale, before = flatten(old)
-    if before != treedef:
-        raise ComposeError(f"a concern changed the structure of the state: {difference(old, new, 'state')}")
-    pairs = zip(fresh, stale, strict=True)
-    return unflatten(treedef, [b if a is b else torch.where(happened, a, b) for a, b in pairs])  # type: ignore[no-any-return]
+_GATED = ("params", "buffers", "opt_state", "window", "slots")
+
+
+def _choose(happened: Tensor, new: TrainState, old: TrainState, field: str) -> Tree:
+    """A field of ``new`` where the update happened, else of ``old``; leaves that no concern touched are handed on."""
+    fresh, stale = getattr(new, field), getattr(old, field)
+    if fresh is stale or (isinstance(fresh, dict) and not fresh):
+        return fresh
+    try:
+        return map_leaves(lambda a, b: b if a is b else torch.where(happened, a, b), fresh, stale)
+    except ValueError as error:
+        found = difference(stale, fresh, f"state.{field}")
+        raise ComposeError(f"a concern changed the structure of the state: {found}") from error
 
 
 def _checked(concern: Applied, before: Flow, after: Flow) -> Flow:

@@ -6,6 +6,7 @@ Everything is found by feature, not by version, and imported when first used: In
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 DispatchMode = TorchDispatchMode
+_here = threading.local()
 
 
 def _find(module: str, name: str) -> Any:
@@ -44,7 +46,7 @@ def _find(module: str, name: str) -> Any:
 
 def is_tracing() -> bool:
     """Whether a graph is being recorded in this thread by :func:`trace`."""
-    return _find("torch.fx.experimental.proxy_tensor", "get_proxy_mode")() is not None
+    return not torch.compiler.is_dynamo_compiling() and getattr(_here, "tracing", False)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -75,8 +77,12 @@ def fake_of(mode: Any, tensor: Tensor) -> Tensor:
 def trace(fn: Callable[..., Any], mode: Any, inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
     """Record ``fn`` over flat fake tensors into a graph of aten operations."""
     make_fx = _find("torch.fx.experimental.proxy_tensor", "make_fx")
-    with mode, torch.no_grad():
-        return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)  # type: ignore[no-any-return]
+    _here.tracing = True
+    try:
+        with mode, torch.no_grad():
+            return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)  # type: ignore[no-any-return]
+    finally:
+        _here.tracing = False
 
 
 def nested_trace(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> torch.fx.GraphModule:

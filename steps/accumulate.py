@@ -130,8 +130,10 @@ class Accumulate(Stateless):
         return torch.where(sums.weight > 0, mean.to(buffer.dtype), buffer)
 
     def _rule(self, name: str) -> Rule:
-        matching = [rule for pattern, rule in self.rules if fnmatch.fnmatchcase(name, pattern)]
-        return matching[-1] if matching else "mean"
+        for pattern, rule in reversed(self.rules):
+            if pattern in ("*", name) or fnmatch.fnmatchcase(name, pattern):
+                return rule
+        return "mean"
 
     def _next_buffers(self, sums: Sums, opening: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the next microbatch starts from."""

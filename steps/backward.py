@@ -10,9 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..state.errors import BatchError, LossError
+from ..state.errors import BatchError, LossError, TraceError
 from ..state.sums import Loss, Sum, Sums, widen
-from ..state.tree import Tree, flatten, map_leaves, unflatten
+from ..state.torch_private import is_tracing
+from ..state.tree import Tree, TreeDef, flatten, map_leaves, unflatten
 from .concern import Stateless
 from .split_batch import rows
 
@@ -77,6 +78,7 @@ class Backward(Stateless):
             loss = call(microbatch, carry)
             grads = iter(_grad(loss, inputs))
         every = [next(grads) if wanted else None for wanted in trainable]
+        _refuse_traced_sparse(every, treedef)
         return _sums(loss, unflatten(treedef, every), buffers or {}, microbatch)
 
 
@@ -114,6 +116,16 @@ def _grad(loss: Loss, inputs: list[Tensor]) -> list[Tensor | None]:
             "loss, not one it closes over"
         )
     return list(grads)
+
+
+def _refuse_traced_sparse(grads: list[Tensor | None], treedef: TreeDef) -> None:
+    sparse = [i for i, grad in enumerate(grads) if grad is not None and grad.layout != torch.strided]
+    if sparse and is_tracing():
+        path = treedef.accessors()[sparse[0]].codify("params")
+        raise TraceError(
+            f"the gradient of {path} is sparse, which a compiled graph cannot hold; build the embedding with sparse=False, or "
+            "run the step eagerly"
+        )
 
 
 def _sums(loss: Loss, grads: Tree, buffers: Mapping[str, Tensor], microbatch: Any) -> Sums:

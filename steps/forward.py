@@ -14,7 +14,7 @@ from ..state.errors import LossError
 from ..state.sums import Loss
 from ..state.tree import Tree
 from .concern import Stateless
-from .keyed_modules import bind_key, refuse_unkeyed
+from .keyed_modules import bind_key
 from .random_ops import keyed
 from .template import Template
 
@@ -121,7 +121,6 @@ class Forward(Stateless):
                 yield lambda microbatch, carry=None: self._call(params, microbatch, key, carry)
             return
         own = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
-        refuse_unkeyed(self.template.module)
         with self.template.bound(params, own) as module, bind_key(module, key), keyed(key):
 
             def call(microbatch: Any, carry: Tree = None) -> Loss:

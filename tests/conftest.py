@@ -1,17 +1,10 @@
 """How the suite runs: profiles, threads, and a compile cache that is kept between runs."""
 
 import os
-import warnings
 
 import hypothesis
 import pytest
 import torch
-
-# Torch's own warnings that no code of ours can avoid; ours are errors.
-_TORCH_NOISE = (
-    "ignore:.*Online softmax is disabled:UserWarning",
-    "ignore:.*'dropout' option adds dropout after all but last:UserWarning",
-)
 
 hypothesis.settings.register_profile(
     "ci",
@@ -25,19 +18,12 @@ hypothesis.settings.register_profile("deep", hypothesis.settings.get_profile("ci
 hypothesis.settings.load_profile(os.environ.get("PURESTEP_PROFILE", "ci"))
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        for line in _TORCH_NOISE:
-            item.add_marker(pytest.mark.filterwarnings(line))
-
-
 @pytest.fixture(autouse=True)
 def global_state_is_kept():
     """No test, and so no step in it, may leave torch's global state changed."""
     torch.set_num_threads(1)
     before = (torch.get_default_dtype(), torch.is_grad_enabled(), dict(os.environ))
-    with warnings.catch_warnings():
-        yield
+    yield
     changed = {k: v for k, v in os.environ.items() if before[2].get(k) != v and not k.startswith(("PYTEST_", "TORCH"))}
     assert (torch.get_default_dtype(), torch.is_grad_enabled()) == before[:2]
-    assert not changed
+    assert not changed, changed

@@ -1,0 +1,337 @@
+"""sgd, adam and adamw: torch.optim as oracle over the grid of options, then what a pure optimizer promises beyond."""
+
+import contextlib
+import itertools
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+import purestep as ps
+from purestep.state.tree import spec
+
+from .toys import differing, snapshot
+
+OURS = {"sgd": ps.sgd, "adam": ps.adam, "adamw": ps.adamw}
+TORCHS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+SHAPES = {"w": (3, 2), "scalar": (), "empty": (0, 3), "complex": (2,)}
+
+
+def grid(**options):
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+
+
+SGD = [
+    case
+    for case in grid(
+        lr=[0.3, 0.01],
+        momentum=[0.0, 0.9],
+        dampening=[0.0, 0.4],
+        nesterov=[False, True],
+        weight_decay=[0.0, 0.2],
+        maximize=[False, True],
+    )
+    if not case["nesterov"] or (case["momentum"] and not case["dampening"])
+]
+ADAM = grid(
+    lr=[0.3, 0.01],
+    betas=[(0.9, 0.999), (0.6, 0.9), (0.0, 0.99)],
+    eps=[1e-8, 1e-2],
+    weight_decay=[0.0, 0.2],
+    amsgrad=[False, True],
+    maximize=[False, True],
+)
+CASES = [("sgd", case) for case in SGD] + [(name, case) for name in ("adam", "adamw") for case in ADAM]
+SOME = [("sgd", SGD[-1]), ("sgd", SGD[1]), ("adam", ADAM[7]), ("adamw", ADAM[2])]
+
+
+def ident(value):
+    return value if isinstance(value, str) else "-".join(map(str, value.values()))
+
+
+def ours(name, case):
+    case = dict(case)
+    b1, b2 = case.pop("betas", (None, None))
+    return OURS[name](**case) if b1 is None else OURS[name](**case, b1=b1, b2=b2)
+
+
+def random_tree(seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    complexes = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=complexes[dtype] if name == "complex" else dtype)
+        for name, shape in SHAPES.items()
+        if name != "complex" or dtype in complexes
+    }
+
+
+def run(tx, params, gradients, hyper=None):
+    """Every params tree, and the last state."""
+    state, seen = tx.init(params), []
+    for grads in gradients:
+        updates, state = tx.update(grads, state, params, hyper)
+        params = ps.apply_updates(params, updates)
+        seen.append(params)
+    return seen, state
+
+
+def run_torch(name, case, params, gradients):
+    leaves = {key: torch.nn.Parameter(value.clone()) for key, value in params.items()}
+    optimizer, seen = TORCHS[name](leaves.values(), foreach=False, **case), []
+    for grads in gradients:
+        for key, leaf in leaves.items():
+            leaf.grad = None if grads[key] is None else grads[key].clone()
+        optimizer.step()
+        seen.append({key: leaf.detach().clone() for key, leaf in leaves.items()})
+    return seen
+
+
+def assert_within(found, wanted, ulp):
+    """Within so many ulp of the value, or of 1 where it is smaller (params and gradients are of order 1)."""
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (found[key], wanted[key]))
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        bound = ulp * torch.finfo(b.dtype).eps * b.abs().clamp(min=1.0)
+        assert bool(((a - b).abs() <= bound).all()), (key, a, b)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=ident)
+def test_float64_equals_torch_optim_after_each_of_six_updates(name, case):
+    params, gradients = random_tree(0), [random_tree(seed) for seed in range(1, 7)]
+    seen, state = run(ours(name, case), params, gradients)
+    for found, wanted in zip(seen, run_torch(name, case, params, gradients), strict=True):
+        assert_within(found, wanted, ulp=4)
+    assert int(state.count) == 6
+
+
+@pytest.mark.parametrize(("name", "case"), CASES[::5] + SOME, ids=ident)
+def test_float32_equals_torch_optim_within_sixteen_ulp(name, case):
+    params, gradients = random_tree(0, torch.float32), [random_tree(seed, torch.float32) for seed in range(1, 9)]
+    seen, _ = run(ours(name, case), params, gradients)
+    assert_within(seen[-1], run_torch(name, case, params, gradients)[-1], ulp=16)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_schedule_follows_the_count_of_updates(name):
+    params, gradients = random_tree(0), [random_tree(seed) for seed in range(1, 7)]
+    leaves = {key: torch.nn.Parameter(value.clone()) for key, value in params.items()}
+    optimizer = TORCHS[name](leaves.values(), lr=1.0, foreach=False)
+    for n, grads in enumerate(gradients):
+        optimizer.param_groups[0]["lr"] = 0.5 - 0.1 * n
+        for key, leaf in leaves.items():
+            leaf.grad = grads[key]
+        optimizer.step()
+    seen, _ = run(OURS[name](ps.linear(0.5, 0.0, 5)), params, gradients)
+    assert_within(seen[-1], {key: leaf.detach() for key, leaf in leaves.items()}, ulp=4)
+
+
+def test_without_b1_the_mean_is_the_gradient_itself():
+    tx, param = ps.adam(b1=0.0), torch.tensor(0.0)
+    _, state = run(tx, param, [torch.tensor(1e8), torch.tensor(1.0)])
+    assert float(state.mu) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "case"), SOME, ids=ident)
+def test_the_state_keeps_its_structure_shapes_and_dtypes(name, case, dtype):
+    tx, params = ours(name, case), random_tree(0, dtype)
+    before = tx.init(params)
+    seen, after = run(tx, params, [random_tree(1, dtype), random_tree(2, dtype)])
+    assert spec(after) == spec(before)
+    assert spec(seen[-1]) == spec(params)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_case_71_the_count_does_not_stop_at_256_in_bfloat16(decoupled):
+    b1, b2, lr, decay, p = 0.9, 0.999, 1e-2, 0.1, torch.linspace(0.1, 1.0, 7).to(torch.bfloat16)
+    with default_dtype(torch.bfloat16):
+        tx = (ps.adamw if decoupled else ps.adam)(lr, b1=b1, b2=b2, weight_decay=decay)
+        _, state = run(tx, p, [p * math.sin(n) for n in range(299)])
+        g = p * 0.5
+        update, after = tx.update(g, state, p)
+    assert (int(after.count), after.count.dtype) == (300, torch.int64)
+    p, g, mu, nu = (t.to(torch.float64).numpy() for t in (p, g, state.mu, state.nu))
+    g = g if decoupled else g + decay * p
+    mu, nu = b1 * mu + (1 - b1) * g, b2 * nu + (1 - b2) * g**2
+    wanted = -lr * (mu / (1 - b1**300)) / (np.sqrt(nu / (1 - b2**300)) + 1e-8) - (lr * decay * p if decoupled else 0.0)
+    np.testing.assert_allclose(update.to(torch.float64).numpy(), wanted, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    "lr",
+    [torch.tensor(0.1, dtype=torch.float64), ps.constant_schedule(0.1), lambda count: 0.1, lambda count: 0.1 + 0 * count.double()],
+    ids=["tensor", "schedule", "function", "traced"],
+)
+def test_a_rate_has_the_same_bits_in_every_form(name, lr):
+    params, gradients = random_tree(0), [random_tree(1), random_tree(2), random_tree(3)]
+    plain, other = run(OURS[name](0.1), params, gradients), run(OURS[name](lr), params, gradients)
+    assert differing(plain, other) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "zero", "absent"),
+    [
+        (lambda: ps.sgd(0.1, momentum=0.9), 0.81, 0.90),
+        (lambda: ps.sgd(0.1, weight_decay=0.1), 0.8811, 0.89),
+        (lambda: ps.adamw(0.1, weight_decay=0.1), 0.8141, 0.89),
+    ],
+    ids=["momentum", "decay", "adamw"],
+)
+def test_case_73_an_absent_gradient_is_not_a_zero_one(make, zero, absent):
+    params = {"w": torch.tensor(1.0, dtype=torch.float64), "other": torch.tensor(1.0, dtype=torch.float64)}
+    ones, zeros = ps.map_leaves(torch.ones_like, params), ps.map_leaves(torch.zeros_like, params)
+    with_zero, _ = run(make(), params, [ones, zeros])
+    with_none, _ = run(make(), params, [ones, {**zeros, "w": None}])
+    assert float(with_zero[-1]["w"]) == pytest.approx(zero, abs=5e-5)
+    assert float(with_none[-1]["w"]) == pytest.approx(absent, abs=1e-12)
+    assert torch.equal(with_none[-1]["other"], with_zero[-1]["other"])
+
+
+@pytest.mark.parametrize(("name", "case"), SOME, ids=ident)
+def test_a_leaf_without_a_gradient_keeps_value_and_moments_bitwise(name, case):
+    tx, params = ours(name, case), random_tree(0)
+    (first,), state = run(tx, params, [random_tree(1)])
+    updates, after = tx.update({**random_tree(2), "w": None}, state, first)
+    second = ps.apply_updates(first, updates)
+    changed = differing((first, state), (second, after))
+    assert not [path for path in changed if "'w'" in path]
+    assert [path for path in changed if "'scalar'" in path]
+    assert int(after.count) == 2
+
+
+@pytest.mark.parametrize(("name", "case"), SOME, ids=ident)
+def test_update_changes_nothing_it_is_given(name, case):
+    tx, params, grads = ours(name, case), random_tree(0), random_tree(2)
+    _, state = run(tx, params, [random_tree(1)])
+    before = snapshot((params, grads, state))
+    ps.apply_updates(params, tx.update(grads, state, params)[0])
+    assert differing(before, snapshot((params, grads, state))) == []
+
+
+def test_a_chain_is_the_composition_of_its_parts():
+    first, second = ps.sgd(-0.5, momentum=0.9), ps.adam(0.1)
+    tx, params = ps.chain(first, second), random_tree(0)
+    whole, one, two = tx.init(params), first.init(params), second.init(params)
+    for seed in (1, 2, 3):
+        found, whole = tx.update(random_tree(seed), whole, params)
+        middle, one = first.update(random_tree(seed), one, params)
+        wanted, two = second.update(middle, two, params)
+        assert differing(found, wanted) == []
+        assert differing(whole.states, (one, two)) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "base", "other"),
+    [
+        (ps.sgd, {"lr": 0.3}, {"lr": 0.1, "weight_decay": 0.2}),
+        (ps.sgd, {"lr": 0.3, "weight_decay": 0.5}, {"lr": 0.1, "weight_decay": 0.0}),
+        (ps.adam, {}, {"lr": 0.1, "b1": 0.5, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.3}),
+        (ps.adamw, {}, {"lr": 0.1, "b1": 0.5, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.3}),
+    ],
+)
+def test_values_handed_to_update_replace_those_it_was_built_with(make, base, other):
+    params, gradients = random_tree(0), [random_tree(1), random_tree(2)]
+    hyper = {name: torch.tensor(value, dtype=torch.float64) for name, value in other.items()}
+    replaced, _ = run(make(**base), params, gradients, hyper)
+    built, _ = run(make(**other), params, gradients)
+    assert_within(replaced[-1], built[-1], ulp=1)
+    with pytest.raises(ValueError, match=r"no hyperparameter beta.*lr"):
+        run(make(**base), params, gradients, {"beta": torch.tensor(0.1)})
+
+
+@pytest.mark.parametrize("make", [lambda: ps.sgd(0.1, momentum=0.9), ps.adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_case_30_moments_follow_the_name_not_the_position(make, kind):
+    names, value, tx = ("w", "v"), {"w": torch.ones(2), "v": -torch.ones(2)}, make()
+    params, turned = kind((n, value[n]) for n in names), kind((n, value[n]) for n in reversed(names))
+    _, state = run(tx, params, [params, params])
+    wanted, _ = tx.update(params, state, params)
+    try:
+        found, _ = tx.update(turned, state, turned)
+    except ps.StateError:
+        assert kind is OrderedDict  # an ordered tree of another order is another tree: refused, never mixed up
+    else:
+        assert [torch.equal(found[n], wanted[n]) for n in names] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("held", "name"),
+    [({"w": (3,)}, "'v'"), ({"w": (3,), "v": (2,), "z": (1,)}, "'z'"), ({"w": (4,), "v": (2,)}, "'w'"), ({"w": (1,), "v": (2,)}, "'w'")],
+    ids=["missing", "extra", "shape", "broadcasting shape"],
+)
+@pytest.mark.parametrize("make", [lambda: ps.sgd(0.1, momentum=0.9), ps.adam], ids=["sgd", "adam"])
+def test_a_state_that_does_not_fit_is_refused_naming_the_leaf(make, held, name):
+    params, tx = {"w": torch.ones(3), "v": torch.ones(2)}, make()
+    with pytest.raises(ps.StateError, match=name):
+        tx.update(params, tx.init({key: torch.ones(shape) for key, shape in held.items()}), params)
+
+
+BAD = [
+    (ps.sgd, {"lr": math.nan}, "lr"),
+    (ps.sgd, {"lr": math.inf}, "lr"),
+    (ps.sgd, {"lr": "0.1"}, "lr"),
+    (ps.sgd, {"lr": True}, "lr"),
+    (ps.sgd, {"lr": 0.1, "weight_decay": -0.1}, "weight_decay"),
+    (ps.sgd, {"lr": 0.1, "momentum": -0.1}, "momentum"),
+    (ps.sgd, {"lr": 0.1, "momentum": 1.1}, "momentum"),
+    (ps.sgd, {"lr": 0.1, "momentum": ps.linear(0.5, 0.9, 5)}, "momentum"),
+    (ps.sgd, {"lr": 0.1, "dampening": math.nan}, "dampening"),
+    (ps.sgd, {"lr": 0.1, "momentum": 0.9, "dampening": ps.linear(0.5, 0.9, 5)}, "dampening"),
+    (ps.sgd, {"lr": 0.1, "nesterov": True}, "nesterov"),
+    (ps.sgd, {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
+]
+for _make in (ps.adam, ps.adamw):
+    for _name, _values in {
+        "lr": (math.nan, -math.inf, "0.1", True),
+        "b1": (1, 1.0, -0.1, 1.5, math.nan),
+        "b2": (1.0, -0.1),
+        "eps": (-1e-8, math.nan),
+        "weight_decay": (-0.1, math.inf),
+    }.items():
+        BAD += [(_make, {_name: value}, _name) for value in _values]
+
+
+@pytest.mark.parametrize(("make", "options", "name"), BAD, ids=[f"{m.__name__}-{o}" for m, o, _ in BAD])
+def test_bad_options_are_refused_by_name(make, options, name):
+    with pytest.raises((ValueError, TypeError), match=name):
+        make(**options)
+    with pytest.raises(ValueError, match="chain"):
+        ps.chain()
+
+
+def sparse_rows(seed, rows=(0, 3, 0)):
+    values = torch.randn(len(rows), 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, (5, 2), check_invariants=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"maximize": True}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.4}, {"momentum": 0.9, "nesterov": True}],
+    ids=str,
+)
+def test_sgd_takes_sparse_gradients_as_their_dense_equals(options):
+    params, gradients = {"w": torch.ones(5, 2, dtype=torch.float64)}, [{"w": sparse_rows(seed)} for seed in range(3)]
+    found, _ = run(ps.sgd(0.1, **options), params, gradients)
+    wanted, _ = run(ps.sgd(0.1, **options), params, [{"w": g["w"].to_dense()} for g in gradients])
+    assert_within(found[-1], wanted[-1], ulp=4)
+
+
+@pytest.mark.parametrize("make", [ps.adam, ps.adamw])
+def test_adam_refuses_sparse_gradients(make):
+    params, tx = {"w": torch.ones(5, 2, dtype=torch.float64)}, make()
+    with pytest.raises(ps.StateError, match="sparse"):
+        tx.update({"w": sparse_rows(0)}, tx.init(params), params)
