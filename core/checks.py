@@ -14,7 +14,7 @@ from ..state.tree import difference, leaves, leaves_with_paths
 if TYPE_CHECKING:
     from .compose import Step
 
-__all__ = ["check_batch", "check_result", "check_state"]
+__all__ = ["check_batch", "check_params", "check_result", "check_state"]
 
 _INIT = "make the state with ps.init(model, step)"
 
@@ -42,10 +42,19 @@ def check_state(step: Step, state: TrainState) -> None:
     for name, clock in (("updates", state.counters.updates), ("skips", state.counters.skips)):
         if clock.dtype != torch.int64 or clock.dim():
             raise StateError(f"state.counters.{name} must be 0-d int64, got {clock.dtype} of shape {tuple(clock.shape)}")
+    check_params(step, state.params, state.buffers)
+
+
+def check_params(step: Step, params: Any, buffers: Any) -> None:
+    """Refuse params and buffers that are not those of the step's module.
+
+    Raises:
+        StateError: naming what is missing, unexpected or of another shape.
+    """
     for phase in step.phases:
         if phase.forward.template is not None:
-            _check_template(phase.forward.template.params, state.params, "state.params")
-            _check_template(phase.forward.template.buffers, state.buffers, "state.buffers")
+            _check_template(phase.forward.template.params, params, "state.params")
+            _check_template(phase.forward.template.buffers, buffers, "state.buffers")
 
 
 def _check_template(expected: Any, found: Any, root: str) -> None:

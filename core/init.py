@@ -12,7 +12,7 @@ from ..state.layout import Layout, named_buffers, named_params
 from ..state.record import Counters, TrainState
 from ..state.tree import Tree, flatten, leaves, map_leaves, unflatten
 from ..state.window import RunningWindow
-from .checks import check_state
+from .checks import check_params, check_state
 from .compose import Step
 
 __all__ = ["init"]
@@ -51,6 +51,7 @@ def init(model: nn.Module | Tree, step: Step, *, seed: int = 0, window: int = 20
     else:
         layout, params, buffers = Layout(module=False), model, {}
     _refuse_params(params)
+    check_params(step, params, buffers)
     params, buffers = _copied(params), _copied(buffers)
     slots = _slots(step, params)
     device = leaves(params)[0].device

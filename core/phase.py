@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..state.errors import ComposeError, LossError
+from ..state.errors import ComposeError, LossError, StateError
 from ..state.key import fold_in
 from ..state.record import Counters, TrainState
 from ..state.sums import Loss, Sum, Sums
@@ -157,10 +157,19 @@ def _choose(happened: Tensor, new: TrainState, old: TrainState, field: str) -> T
     if fresh is stale or (isinstance(fresh, dict) and not fresh):
         return fresh
     try:
-        return map_leaves(lambda a, b: b if a is b else torch.where(happened, a, b), fresh, stale)
+        return map_leaves(lambda a, b: b if a is b else _where(happened, a, b), fresh, stale)
     except ValueError as error:
         found = difference(stale, fresh, f"state.{field}")
-        raise ComposeError(f"a concern changed the structure of the state: {found}") from error
+        raise StateError(
+            f"the step gives state.{field} another form than it had: {found}. Make the state with ps.init(model, step) for "
+            "this very step; a function of your own must keep structure, shapes and dtypes"
+        ) from error
+
+
+def _where(happened: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    if new.dtype != old.dtype or new.shape != old.shape:  # where would promote or broadcast in silence
+        raise ValueError(f"{new.dtype} of shape {tuple(new.shape)} for {old.dtype} of shape {tuple(old.shape)}")
+    return torch.where(happened, new, old)
 
 
 def _checked(concern: Applied, before: Flow, after: Flow) -> Flow:

@@ -57,15 +57,14 @@ def load_data():
 
 
 def make_model():
-    """10 058 parameters."""
+    """A convolutional network of 10 026 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
-        nn.GELU(),
-        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
         nn.BatchNorm2d(32),
-        nn.GELU(),
-        nn.MaxPool2d(2),
+        nn.ReLU(),
         nn.Flatten(),
         nn.Dropout(0.3),
         nn.Linear(32 * 4 * 4, 10),
@@ -134,7 +133,7 @@ def train(options):
     model = make_model()
     step = make_step(model, options.epochs * per_epoch)
     state = ps.init(model, step, seed=options.seed)
-    fast = ps.jit(step, donate=True, device=ps.devices.cpu(), backend=options.backend)
+    fast = ps.jit(step, donate=True, device=ps.devices.cpu(threads=1), backend=options.backend)
     history = []
     print(f"{len(train_data.y)} digits to train on, {len(test_data.y)} held out; the first step is compiled")
     with tqdm(total=options.epochs * per_epoch, unit="step") as bar:
@@ -182,7 +181,7 @@ def draw_curves(axes, history, what, title):
 
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("inductor", "aot_eager", "eager"), default="inductor")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "digits.png", help="the picture")

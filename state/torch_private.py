@@ -6,6 +6,7 @@ Everything is found by feature, not by version, and imported when first used: In
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -106,8 +107,20 @@ def compile_graph(
 ) -> Callable[..., Sequence[Tensor]]:
     """Lower a recorded graph with Inductor; ``inputs`` are the fake tensors it was recorded with."""
     compile_fx = _find("torch._inductor.compile_fx", "compile_fx")
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), _kept_environment():
         return compile_fx(graph, list(inputs))  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _kept_environment() -> Iterator[None]:
+    """Inductor hands pointers to the libraries it loads through environment variables, and leaves them there."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def reads_a_value(error: BaseException) -> bool:

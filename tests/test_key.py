@@ -1,6 +1,5 @@
 """Keys and draws: known answers, an independent restatement, distributions, and the same bits eager and traced."""
 
-import contextlib
 import math
 import random
 
@@ -64,16 +63,6 @@ def traced(fn, *tensors):
     return lambda *values: graph(*values)[0]
 
 
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "answer"),
     [
@@ -128,7 +117,10 @@ def test_normal_is_box_muller_of_pairs_of_uniforms(seed, count):
 def test_fold_in_takes_a_counter_that_no_draw_has(seed, offset, data):
     counter = (offset % 2**32, offset // 2**32, data % 2**32, data // 2**32 + 2**31)
     w = [int(word) for word in philox_numpy(counter, (seed % 2**32, seed // 2**32))]
-    assert ps.fold_in(key_at(seed, offset), data).tolist() == [signed(w[0] + w[1] * 2**32), (w[2] + w[3] * 2**32) % 2**62]
+    assert ps.fold_in(key_at(seed, offset), data).tolist() == [
+        signed(w[0] + w[1] * 2**32),
+        (w[2] + w[3] * 2**32) % 2**62,
+    ]
 
 
 @given(seeds, st.lists(DATA, min_size=1, max_size=6))
@@ -244,9 +236,12 @@ def test_bernoulli_takes_a_rate_per_element_and_a_dtype():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @draws
 def test_the_default_dtype_does_not_matter(draw, dtype):
-    usual = draw(ps.random_key(9), 33)
-    with default_dtype(dtype):
+    usual, before = draw(ps.random_key(9), 33), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
         other = draw(ps.random_key(9), 33)
+    finally:
+        torch.set_default_dtype(before)
     assert other.dtype == usual.dtype
     assert torch.equal(other, usual)
 
@@ -291,7 +286,9 @@ def test_bad_arguments_are_refused_by_name(call, error, words):
         call()
 
 
-@pytest.mark.parametrize("key", [7, torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros((), dtype=torch.int64)])
+@pytest.mark.parametrize(
+    "key", [7, torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros((), dtype=torch.int64)]
+)
 @pytest.mark.parametrize("use", [lambda k: ps.fold_in(k, 1), lambda k: bits(k, 3), lambda k: ps.normal(k, (2,))])
 def test_what_is_no_key_is_refused(key, use):
     with pytest.raises((TypeError, ValueError), match=r"key must be an int64 tensor of shape \(2,\)"):
