@@ -49,6 +49,9 @@ def flat_step(run: Run, state: FlatState, batch: tuple[list[Any], TreeDef], *, d
         state: leaves (for their number) and structure.
         batch: leaves and structure; leaves that are not tensors are constants.
         donate: whether the old leaves are given up.
+
+    Raises:
+        StateError: from ``fn``, if the step changed the form of the state.
     """
     outputs = Outputs()
     count = len(state.leaves)

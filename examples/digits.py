@@ -62,9 +62,10 @@ def make_model():
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.Conv2d(16, 32, 3, padding=1),
         nn.BatchNorm2d(32),
         nn.ReLU(),
+        nn.AvgPool2d(2),
         nn.Flatten(),
         nn.Dropout(0.3),
         nn.Linear(32 * 4 * 4, 10),
@@ -154,28 +155,33 @@ def describe(label, epoch):
 
 def draw(history, path):
     """The curves of loss and accuracy as a picture."""
-    figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
-    figure.suptitle("Handwritten digits: a convolutional classifier", x=0.01, ha="left", weight="bold")
+    figure = Figure(figsize=(10, 4.5), dpi=150, layout="constrained")
+    figure.suptitle("Reading handwritten digits", fontsize=14, weight="bold")
     left, right = figure.subplots(1, 2)
-    draw_curves(left, history, "loss", "Cross entropy (nats per digit)")
-    draw_curves(right, history, "accuracy", "Share of digits read right")
-    left.set_yscale("log")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.supxlabel("Training values are means over the epoch, with dropout; test values follow it, without.", size=8)
+    draw_curves(left, history, "loss", "{:.4f}")
+    left.set(title="Loss", ylabel="cross entropy, nats per digit (log scale)", yscale="log")
+    left.yaxis.set_major_formatter("{x:g}")
+    draw_curves(right, history, "accuracy", "{:.1%}")
+    lowest = min(0.9, *(epoch.test_accuracy for epoch in history))  # training may start far below
+    right.set(title="Accuracy", ylabel="share of digits read right", ylim=(lowest - 0.01, 1.005))
+    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    note = "Training: mean over the epoch while it runs, with dropout. Test: held-out digits after the epoch, without."
+    figure.supxlabel(note, fontsize=9, color="0.35")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def draw_curves(axes, history, what, title):
-    """The curve of training and that of the held-out digits, each named at its end."""
+def draw_curves(axes, history, what, form):
+    """Training and held-out curve of one quantity; the legend tells where each ends."""
     epochs = range(1, len(history) + 1)
     for part, color, style in (("train", "#0072b2", "--"), ("test", "#d55e00", "-")):
         values = [getattr(epoch, f"{part}_{what}") for epoch in history]
-        axes.plot(epochs, values, style, color=color, marker="o", markersize=3, label=part)
-    axes.set(title=title, xlabel="Epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        label = f"{part}, at the end {form.format(values[-1])}"
+        axes.plot(epochs, values, style, color=color, linewidth=2, marker="o", markersize=4, label=label)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
+    axes.grid(axis="y", color="0.9")
     axes.legend(frameon=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .errors import StateError
 
@@ -57,12 +57,8 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _transient_buffers(module: nn.Module) -> tuple[str, ...]:
-    return tuple(
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in sorted(part._non_persistent_buffers_set)
-        if part._buffers.get(name) is not None
-    )
+    saved = module.state_dict(keep_vars=True)
+    return tuple(name for name, _ in module.named_buffers(remove_duplicate=False) if name not in saved)
 
 
 def _refuse(module: nn.Module) -> None:
@@ -74,7 +70,7 @@ def _refuse(module: nn.Module) -> None:
             )
     owners: dict[int, tuple[str, Tensor]] = {}
     for name, param in module.named_parameters():
-        if isinstance(param, UninitializedTensorMixin):
+        if is_lazy(param):
             raise StateError(f"parameter {name} is lazy and has no shape yet; run the module once on a batch first")
         if param.is_meta or param.numel() == 0:
             continue

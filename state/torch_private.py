@@ -23,10 +23,12 @@ __all__ = [
     "fake_of",
     "is_fake",
     "is_tracing",
+    "module_tables",
     "nested_trace",
     "reads_a_value",
     "overlaps",
     "scan",
+    "schema",
     "trace",
     "untraced",
 ]
@@ -132,6 +134,16 @@ def reads_a_value(error: BaseException) -> bool:
         _find(symbolic, "GuardOnDataDependentSymNode"),
     )
     return isinstance(error, kinds) or "data-dependent" in str(error) or ".item()" in str(error)
+
+
+def schema(func: Any) -> Any:
+    """The schema of an aten operation: its arguments with names and defaults, and whether it writes into one."""
+    return func._schema
+
+
+def module_tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The dictionaries in which a module keeps its own parameters, buffers and submodules."""
+    return {"params": module._parameters, "buffers": module._buffers, "modules": module._modules}
 
 
 def overlaps(one: Tensor, other: Tensor) -> bool:

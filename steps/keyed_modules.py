@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from ..state.errors import RandomOpError
 from ..state.key import bernoulli
@@ -71,6 +70,10 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, dims={self.dims}"
 
 
+_DIMS: dict[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
+_DROPOUTS = (*_DIMS, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def keyed_modules(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose dropout modules draw from the step's key as :class:`KeyedDropout`.
 
@@ -86,19 +89,16 @@ def keyed_modules(model: nn.Module) -> nn.Module:
         KeyedDropout(p=0.1, dims=0)
     """
     model = copy.deepcopy(model)
-    if isinstance(model, _DropoutNd):
+    if isinstance(model, _DROPOUTS):
         return _keyed(model)
     for name, part in list(model.named_modules()):
-        if isinstance(part, _DropoutNd):
+        if isinstance(part, _DROPOUTS):
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, _keyed(part))
     return model
 
 
-_DIMS: dict[type[nn.Module], int] = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
-
-
-def _keyed(part: _DropoutNd) -> KeyedDropout:
+def _keyed(part: nn.Module) -> KeyedDropout:
     if type(part) not in _DIMS:
         raise RandomOpError(f"{type(part).__name__} has no keyed module; use ps.jit or the eager step, which key it")
     keyed = KeyedDropout(part.p, _DIMS[type(part)])
@@ -129,7 +129,7 @@ def refuse_unkeyed(module: nn.Module) -> None:
     if not torch.compiler.is_dynamo_compiling():
         return
     for name, part in module.named_modules():
-        random = isinstance(part, _DropoutNd) and part.p > 0.0
+        random = isinstance(part, _DROPOUTS) and part.p > 0.0
         if part.training and (random or getattr(part, "dropout", 0.0) or isinstance(part, nn.RReLU)):
             raise RandomOpError(
                 f"module {name} ({type(part).__name__}) would draw from torch's global generator under torch.compile; "

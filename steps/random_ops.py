@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..state.errors import RandomOpError
 from ..state.key import bernoulli, normal, uniform
-from ..state.torch_private import DispatchMode
+from ..state.torch_private import DispatchMode, schema
 
 __all__ = ["FIRST_STREAM", "draws", "keyed"]
 
@@ -89,7 +89,7 @@ class _KeyedMode(DispatchMode):
         self.generator.manual_seed(count + 1)
         values = rule(_Source(self.key, FIRST_STREAM + count), given)
         target = given.get("self")
-        mutates = func._schema.is_mutable and isinstance(target, Tensor)
+        mutates = schema(func).is_mutable and isinstance(target, Tensor)
         return target.copy_(values) if mutates else values  # type: ignore[union-attr]
 
 
@@ -111,9 +111,9 @@ class _Source:
 
 
 def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    schema = func._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    given.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
+    arguments = schema(func).arguments
+    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    given.update({argument.name: value for argument, value in zip(arguments, args, strict=False)})
     given.update(kwargs)
     return given
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..state.errors import StateError
 from ..state.layout import Layout, named_buffers, named_params
+from ..state.torch_private import module_tables
 
 __all__ = ["Template"]
 
@@ -40,8 +41,8 @@ class Template:
         self.trainable = frozenset(name for name, param in params.items() if param.requires_grad)
         self.module = _copy_without_values(module, {**params, **buffers})
         self._modules = list(self.module.modules())
-        self._params = _places(self._modules, "_parameters", named_params(self.module))
-        self._buffers = _places(self._modules, "_buffers", named_buffers(self.module))
+        self._params = _places(self._modules, "params", named_params(self.module))
+        self._buffers = _places(self._modules, "buffers", named_buffers(self.module))
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -65,9 +66,9 @@ class Template:
         kept = [_contents(part) for part in self._modules]
         try:
             for part, key, name in self._params:
-                part._parameters[key] = params[name]  # type: ignore[assignment]
+                module_tables(part)["params"][key] = params[name]
             for part, key, name in self._buffers:
-                part._buffers[key] = buffers[name]
+                module_tables(part)["buffers"][key] = buffers[name]
             yield self.module
         finally:
             for part, (attributes, tables) in zip(self._modules, kept, strict=True):
@@ -75,14 +76,11 @@ class Template:
 
     def written_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers as they are inside :meth:`bound`: a module may replace one instead of writing into it."""
-        return {**buffers, **{name: part._buffers[key] for part, key, name in self._buffers}}  # type: ignore[dict-item]
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
+        return {**buffers, **{name: module_tables(part)["buffers"][key] for part, key, name in self._buffers}}
 
 
 def _contents(part: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    return dict(part.__dict__), {table: dict(part.__dict__[table]) for table in _TABLES}
+    return dict(part.__dict__), {name: dict(table) for name, table in module_tables(part).items()}
 
 
 def _restore(part: nn.Module, attributes: dict[str, Any], tables: dict[str, dict[str, Any]]) -> None:
@@ -92,8 +90,8 @@ def _restore(part: nn.Module, attributes: dict[str, Any], tables: dict[str, dict
     for name, value in attributes.items():
         if part.__dict__[name] is not value:
             part.__dict__[name] = value
-    for table, content in tables.items():
-        mapping = part.__dict__[table]
+    for name, mapping in module_tables(part).items():
+        content = tables[name]
         for key in [key for key in mapping if key not in content]:
             del mapping[key]
         for key, value in content.items():
@@ -121,7 +119,7 @@ def _places(modules: list[nn.Module], table: str, names: Mapping[str, Tensor]) -
     return [
         (part, key, name_of[id(tensor)])
         for part in modules
-        for key, tensor in getattr(part, table).items()
+        for key, tensor in module_tables(part)[table].items()
         if tensor is not None
     ]
 

@@ -1,0 +1,137 @@
+"""split_batch: any tree, equal parts and one smaller remainder, nothing changed (case 79)."""
+
+import dataclasses
+from collections import namedtuple
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import differing, snapshot
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+import purestep as ps
+from purestep.steps.split_batch import rows
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    name: str
+    size: int = dataclasses.field(init=False, default=3)
+
+
+@attrs.frozen
+class Frozen:
+    x: torch.Tensor
+    extra: object = None
+
+
+class Opaque:
+    def to(self, device):
+        raise AssertionError("a split moves nothing")
+
+
+def mixed(count):
+    x = torch.arange(count * 2.0).reshape(count, 2)
+    return {
+        "pair": Pair(x, x + 1),
+        "record": Record(x, "name"),
+        "attrs": Frozen(x, None),
+        "columns": [x, x[:, 0]],
+        "tuple": (x, None, 3, 0.5, "text", torch.tensor(7.0)),
+        "ragged": {"rows": [torch.arange(i + 1) for i in range(count)]},
+    }
+
+
+@given(count=st.integers(3, 20), parts=st.integers(1, 3))
+def test_mixed_trees_keep_their_structure_and_add_up(count, parts):
+    batch = mixed(count)
+    before, opaque = snapshot(batch), Opaque()
+    batch["opaque"] = opaque
+    out = ps.split_batch(parts)(batch)
+    assert differing(before, snapshot(batch)) == []
+    assert [rows(part) for part in out] == [x.shape[0] for x in torch.arange(count).split(-(-count // parts))]
+    for part in out:
+        assert type(part["pair"]) is Pair
+        assert type(part["record"]) is Record
+        assert (part["record"].name, part["record"].size) == ("name", 3)
+        assert type(part["attrs"]) is Frozen
+        assert part["attrs"].extra is None
+        assert part["tuple"][1:5] == (None, 3, 0.5, "text")
+        assert float(part["tuple"][5]) == 7.0
+        assert part["opaque"] is opaque
+        assert part["ragged"]["rows"][0].shape[0] >= 1
+    for read in (lambda p: p["pair"].y, lambda p: p["record"].x, lambda p: p["columns"][1], lambda p: p["tuple"][0]):
+        assert torch.equal(torch.cat([read(part) for part in out]), read(batch))
+    assert [x.tolist() for part in out for x in part["ragged"]["rows"]] == [x.tolist() for x in batch["ragged"]["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "sizes"), [(10, 4, [3, 3, 3, 1]), (9, 4, [3, 3, 3]), (8, 4, [2] * 4), (7, 1, [7]), (5, 5, [1] * 5)]
+)
+def test_parts_are_equal_and_at_most_one_is_smaller(total, count, sizes):
+    assert [len(part) for part in ps.split_batch(count)(torch.zeros(total))] == sizes
+
+
+def test_size_sets_the_rows_of_a_part():
+    assert [len(part) for part in ps.split_batch(size=4)(torch.zeros(10))] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_packed_sequences_are_cut_by_sequence(ordered):
+    lengths = [5, 4, 2, 1] if ordered else [2, 5, 1, 4]
+    sequences = [torch.arange(float(n)) + 10 * i for i, n in enumerate(lengths)]
+    packed = pack_sequence(sequences, enforce_sorted=ordered)
+    parts = ps.split_batch(2)({"x": packed, "y": torch.arange(4)})
+    found = []
+    for part in parts:
+        assert isinstance(part["x"], PackedSequence)
+        padded, sizes = pad_packed_sequence(part["x"], batch_first=True)
+        found += [row[:size].tolist() for row, size in zip(padded, sizes, strict=True)]
+    assert found == [x.tolist() for x in sequences]
+
+
+def test_packed_sequences_train_as_their_undivided_batch():
+    model = torch.nn.GRU(1, 3, batch_first=True).double()
+    sequences = [torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (5, 3, 2, 1)]
+
+    def loss(model, packed, key):
+        out, _ = model(packed)
+        return ps.Loss((out.data**2).sum(), weight=len(out.data))
+
+    results = []
+    for split in (1, 2, 4):
+        step = ps.compose(
+            ps.split_batch(split), ps.forward(loss, model), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0))
+        )
+        results.append(step(ps.init(model, step), pack_sequence(sequences))[0])
+    for other in results[1:]:
+        for name in other.params:
+            torch.testing.assert_close(other.params[name], results[0].params[name], rtol=1e-10, atol=1e-12)
+    assert int(results[0].counters.samples) == 4
+
+
+def test_a_list_that_may_be_rows_or_columns_is_refused():
+    square = {"rows": [torch.zeros(2), torch.zeros(2)], "y": torch.zeros(2)}
+    with pytest.raises(ps.BatchError, match="a list of rows or of columns"):
+        ps.split_batch(2)(square)
+    assert len(ps.split_batch(2)({"rows": (torch.zeros(2), torch.zeros(2)), "y": torch.zeros(2)})) == 2
+    assert len(ps.split_batch(2)([torch.zeros(2), torch.zeros(2)])) == 2  # what a DataLoader collates: columns
+
+
+def test_a_list_as_the_batch_itself_is_columns():
+    with pytest.raises(ps.BatchError, match=r"batch\[0\] has 3, batch\[1\] has 2"):
+        ps.split_batch(2)([torch.zeros(3), torch.zeros(2)])
+
+
+def test_arguments_are_checked():
+    for arguments, message in (
+        ({}, "either count or size"), ({"count": 2, "size": 2}, "either count or size"),
+        ({"count": 2.0}, "count must be a positive int, got 2.0"), ({"size": True}, "size must be a positive int"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            ps.split_batch(**arguments)
