@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from .core.init import init as init
     from .core.jit import Jitted as Jitted
     from .core.jit import jit as jit
-    from .state.errors import *
+    from .state.errors import BatchError as BatchError
+    from .state.errors import CompileError as CompileError
+    from .state.errors import ComposeError as ComposeError
+    from .state.errors import DonatedError as DonatedError
+    from .state.errors import LossError as LossError
+    from .state.errors import NumericsError as NumericsError
+    from .state.errors import PurestepError as PurestepError
+    from .state.errors import RandomOpError as RandomOpError
+    from .state.errors import StateError as StateError
+    from .state.errors import TraceError as TraceError
     from .state.key import bernoulli as bernoulli
     from .state.key import fold_in as fold_in
     from .state.key import normal as normal

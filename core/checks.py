@@ -60,13 +60,14 @@ def check_params(step: Step, params: Any, buffers: Any) -> None:
 def _check_template(expected: Any, found: Any, root: str) -> None:
     if not isinstance(found, dict):
         raise StateError(f"{root} must be a dict by parameter name, got {type(found).__name__}; {_INIT}")
-    shapes = [
-        {name: torch.empty(t.shape, device="meta", dtype=torch.bool) for name, t in tensors.items()}
-        for tensors in (expected, found)
-    ]
-    difference_found = difference(*shapes, root)
-    if difference_found is not None:
-        raise StateError(f"the state does not fit the module of this step: {difference_found}; {_INIT}")
+    misfit = difference(_shapes(expected), _shapes(found), root)
+    if misfit is not None:
+        raise StateError(f"the state does not fit the module of this step: {misfit}; {_INIT}")
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Shapes only: params may be of another dtype or device than the module was when it became a template."""
+    return {name: torch.empty(tensor.shape, device="meta", dtype=torch.bool) for name, tensor in tensors.items()}
 
 
 def check_batch(state: TrainState, batch: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def _held(step: Step) -> Iterator[tuple[str, Any]]:
                     yield f"model.{prefix}.{name}" if prefix else f"model.{name}", value
 
 
-def _reach(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    while hasattr(fn, "func"):  # functools.partial
+def _reach(fn: Any) -> Iterator[tuple[str, Any]]:
+    while isinstance(fn, functools.partial):
         yield from ((f"argument {name}", value) for name, value in fn.keywords.items())
         yield from ((f"argument {i}", value) for i, value in enumerate(fn.args))
         fn = fn.func
@@ -95,5 +96,5 @@ def _reach(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             continue
     known = getattr(plain, "__globals__", {})
     yield from ((name, known[name]) for name in code.co_names if name in known)
-    for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), reversed(plain.__defaults__ or ()), strict=False):
-        yield name, default
+    names = reversed(code.co_varnames[: code.co_argcount])
+    yield from zip(names, reversed(getattr(plain, "__defaults__", None) or ()), strict=False)

@@ -67,7 +67,7 @@ def compose(*concerns: Concern | Callable[..., Any]) -> Step:
         backward=_only(whole, Backward, "backward"),
         sums=of["sums"],
         accumulate=_only(whole, Accumulate, "accumulate"),
-        after=tuple(c for c in placed if c.takes in ("grads", "state")),  # type: ignore[misc]
+        after=tuple(c for c in placed if c.takes in ("grads", "state")),
     )
     return Step(tuple(placed), (phase,))
 

@@ -130,7 +130,7 @@ class Jitted:
         with self._building:
             if key in self._programs:
                 return self._programs[key]
-            token, treedef, form, settings = key
+            treedef = key[1]
             check_batch(state, treedef.unflatten(values))
             self._warn_static(key)
             program = build(

@@ -7,7 +7,7 @@ between is addition.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -197,7 +197,7 @@ def _expect(value: Any, kind: type, concern: Custom) -> Any:
 
 @attrs.frozen(eq=False)
 class _Then:
-    """A forward followed by functions on its loss."""
+    """A forward followed by functions on its loss; itself what a forward is to ``backward``."""
 
     forward: Forward
     functions: tuple[Custom, ...]
@@ -205,8 +205,14 @@ class _Then:
     def is_trainable(self, path: tuple[Any, ...], leaf: Tensor) -> bool:
         return self.forward.is_trainable(path, leaf)
 
+    def __call__(self, params: Tree, microbatch: Any, key: Tensor | None = None) -> Loss:
+        with self.bound(params, key, None) as call:
+            return call(microbatch)
+
     @contextlib.contextmanager
-    def bound(self, params: Tree, key: Tensor | None, buffers: Mapping[str, Tensor] | None) -> Iterator[Any]:
+    def bound(
+        self, params: Tree, key: Tensor | None, buffers: Mapping[str, Tensor] | None
+    ) -> Iterator[Callable[..., Loss]]:
         with self.forward.bound(params, key, buffers) as call:
 
             def then(microbatch: Any, carry: Tree = None) -> Loss:
@@ -217,5 +223,3 @@ class _Then:
                 return loss
 
             yield then
-
-

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..state import torch_private
 from ..state.errors import CompileError
 from ..state.record import FlatState
+from .compile_cache import refuse_damaged
 from .compose import Step
 from .device import Device
 from .flat_step import FlatStep, Outputs, flat_step
@@ -65,6 +66,7 @@ def build(
     traced = trace_step(step, flat, [*state.leaves, *tensors])
     if backend == "aot_eager":
         return Program(_without_grad(attrs.evolve(flat, fn=traced.graph)), flat.outputs)
+    refuse_damaged()
     try:
         compiled = torch_private.compile_graph(traced.graph, traced.mode, traced.inputs)
     except Exception as error:
@@ -89,10 +91,12 @@ def _without_grad(flat: FlatStep) -> Callable[..., Sequence[Tensor]]:
 
 def _explain(error: Exception) -> str:
     text = str(error).strip().splitlines() or [type(error).__name__]
-    if "compiler" in str(error).lower() and not any(shutil.which(name) for name in ("c++", "g++", "clang++", "gcc")):
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         advice = "there is no C++ compiler on the path: install one, such as g++"
-    elif isinstance(error, OSError) or "cannot open shared object" in str(error) or "invalid ELF" in str(error):
-        advice = "its compile cache may be damaged: remove the folder that TORCHINDUCTOR_CACHE_DIR names and try again"
     else:
-        advice = 'try backend="aot_eager", which runs the same graph without compiling it'
-    return f"Inductor could not compile the step ({text[0]}). Nothing was run; {advice}"
+        folder = torch_private.compile_cache_folder()
+        advice = f"if it compiled before, the compile cache may be damaged: remove {folder}"
+    return (
+        f"Inductor could not compile the step ({text[0]}). Nothing was run; {advice}. "
+        'backend="aot_eager" runs the same graph without compiling it'
+    )

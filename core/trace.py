@@ -47,8 +47,8 @@ def trace_step(step: Step, flat: FlatStep, inputs: Sequence[Tensor]) -> Traced:
         if torch_private.reads_a_value(error):
             raise TraceError(
                 f"the step reads a tensor's value while it is traced{_line(error)}: a branch, a loop or a number that "
-                "depends on data cannot be part of one graph. Use torch.where, keep the number a 0-d tensor, or run the step "
-                "eagerly"
+                "depends on data cannot be part of one graph. Use torch.where, keep the number a 0-d tensor, or run "
+                "the step eagerly"
             ) from error
         raise
     refuse_closed_over(graph, step)

@@ -65,10 +65,11 @@ class Sum:
         weight = _as_weight(weight, "Sum")
         if isinstance(total, bool) or not isinstance(total, (Tensor, int, float)):
             raise LossError(f"Sum: total must be a tensor or a number, got {total!r}")
-        like = total if isinstance(total, Tensor) else weight if isinstance(weight, Tensor) else torch.empty(0)
-        value = total.detach() if isinstance(total, Tensor) else torch.full((), float(total), dtype=torch.float32, device=like.device)
-        object.__setattr__(self, "total", widen(value))
-        object.__setattr__(self, "weight", _scalar(weight, like))
+        beside = next((x for x in (total, weight) if isinstance(x, Tensor)), torch.empty(0))
+        if not isinstance(total, Tensor):
+            total = torch.full((), float(total), dtype=torch.float32, device=beside.device)
+        object.__setattr__(self, "total", widen(total.detach()))
+        object.__setattr__(self, "weight", _scalar(weight, beside))
 
     def mean(self) -> Tensor:
         """``total / weight``: NaN where the weight is zero. Integers are divided as float32."""

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
+    "compile_cache_folder",
     "compile_graph",
     "fake_mode",
     "fake_of",
@@ -25,8 +27,8 @@ __all__ = [
     "is_tracing",
     "module_tables",
     "nested_trace",
-    "reads_a_value",
     "overlaps",
+    "reads_a_value",
     "scan",
     "schema",
     "trace",
@@ -113,6 +115,11 @@ def compile_graph(
         return compile_fx(graph, list(inputs))  # type: ignore[no-any-return]
 
 
+def compile_cache_folder() -> Path:
+    """Where Inductor keeps what it compiled."""
+    return Path(_find("torch._inductor.runtime.cache_dir_utils", "cache_dir")())
+
+
 @contextlib.contextmanager
 def _kept_environment() -> Iterator[None]:
     """Inductor hands pointers to the libraries it loads through environment variables, and leaves them there."""
@@ -148,4 +155,4 @@ def module_tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
 
 def overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors (fake ones too) share a storage."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -57,7 +57,7 @@ def register(cls: type, fields: tuple[str, ...] | None = None) -> type:
         def put_together(static_values: Any, child_values: Iterable[Any]) -> Any:
             # Not through __init__: a record is rebuilt around other leaves (shapes, names, placeholders), and what its
             # constructor checks or derives was already checked and derived.
-            record = cls.__new__(cls)
+            record: Any = object.__new__(cls)
             for name, value in zip(children + static, (*child_values, *static_values), strict=True):
                 object.__setattr__(record, name, value)
             return record
@@ -70,7 +70,7 @@ def register(cls: type, fields: tuple[str, ...] | None = None) -> type:
 
 
 def _fields(cls: type) -> tuple[Any, ...]:
-    return attrs.fields(cls) if attrs.has(cls) else dataclasses.fields(cls)  # type: ignore[arg-type]
+    return attrs.fields(cls) if attrs.has(cls) else dataclasses.fields(cls)
 
 
 def _is_record(value: Any) -> bool:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from ..state.tree import Tree
 from .schedules import Hyper, check_hyper, evaluate
-from .transform import HyperValues, LeafRule, Transformation, merged, moments_like, scalar_like, update_leaves, zero_count
+from .transform import (
+    HyperValues,
+    LeafRule,
+    Transformation,
+    merged,
+    moments_like,
+    scalar_like,
+    update_leaves,
+    zero_count,
+)
 
 __all__ = ["AdamState", "adam", "adamw"]
 
@@ -24,7 +33,7 @@ class AdamState(NamedTuple):
         nu_max: with ``amsgrad``, the largest ``nu`` so far; else ``None``.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment] # the field's word; it hides tuple.count
     mu: Tree
     nu: Tree
     nu_max: Tree

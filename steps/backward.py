@@ -123,8 +123,8 @@ def _refuse_traced_sparse(grads: list[Tensor | None], treedef: TreeDef) -> None:
     if sparse and is_tracing():
         path = treedef.accessors()[sparse[0]].codify("params")
         raise TraceError(
-            f"the gradient of {path} is sparse, which a compiled graph cannot hold; build the embedding with sparse=False, or "
-            "run the step eagerly"
+            f"the gradient of {path} is sparse, which a compiled graph cannot hold; build the embedding with sparse=False, "
+            "or run the step eagerly"
         )
 
 

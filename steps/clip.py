@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
 
 import attrs
@@ -101,7 +101,7 @@ class Clip(Stateless):
         return fill(clipped, grads), norm
 
     def apply(self, flow: Flow) -> Flow:
-        """The flow with clipped gradients, the norm reported (of all leaves only), the update skipped where it is not finite."""
+        """The flow with clipped gradients, the norm reported if it is that of all leaves, no update if it is not finite."""
         grads, norm = self(flow.value)
         ok = flow.ok & torch.isfinite(norm) if self.nonfinite == "skip" else flow.ok
         measured = {} if self.where is not None else {"grad_norm": norm}

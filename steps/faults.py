@@ -29,11 +29,6 @@ def raise_fault(metrics: dict[str, Tensor]) -> None:
     """
     code = int(metrics["fault"])
     if code:
-        values = {name: float(metrics[name]) for name in ("weight", "lr") if name in metrics}
-        words = "; ".join(text.format_map(_Missing(values)) for bit, text in _WORDS.items() if code & bit)
+        values = {name: float(metrics[name]) if name in metrics else "unknown" for name in ("weight", "lr")}
+        words = "; ".join(text.format(**values) for bit, text in _WORDS.items() if code & bit)
         raise NumericsError(f"{words}. Nothing was changed: the state before the call still stands")
-
-
-class _Missing(dict[str, float]):
-    def __missing__(self, name: str) -> str:
-        return "unknown"

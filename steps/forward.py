@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -118,20 +119,20 @@ class Forward(Stateless):
         """
         if self.template is None:
             with keyed(key):
-                yield lambda microbatch, carry=None: self._call(params, microbatch, key, carry)
+                yield functools.partial(self._call, params, key)
             return
         own = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
         with self.template.bound(params, own) as module, bind_key(module, key), keyed(key):
 
             def call(microbatch: Any, carry: Tree = None) -> Loss:
-                loss = self._call(module, microbatch, key, carry)
+                loss = self._call(module, key, microbatch, carry)
                 after = self.template.written_buffers(own)  # type: ignore[union-attr]
                 kept = {name: buffer.detach() for name, buffer in after.items()}
                 return Loss(loss.total, loss.weight, loss.metrics, loss.carry, kept)
 
             yield call
 
-    def _call(self, model: Any, microbatch: Any, key: Tensor | None, carry: Tree) -> Loss:
+    def _call(self, model: Any, key: Tensor | None, microbatch: Any, carry: Tree = None) -> Loss:
         loss = self.loss(model, microbatch, key, carry) if self.takes_carry else self.loss(model, microbatch, key)
         name = getattr(self.loss, "__name__", "loss")
         if isinstance(loss, Tensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,16 +90,20 @@ def keyed_modules(model: nn.Module) -> nn.Module:
         KeyedDropout(p=0.1, dims=0)
     """
     model = copy.deepcopy(model)
-    if isinstance(model, _DROPOUTS):
+    if _is_dropout(model):
         return _keyed(model)
     for name, part in list(model.named_modules()):
-        if isinstance(part, _DROPOUTS):
+        if _is_dropout(part):
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, _keyed(part))
     return model
 
 
-def _keyed(part: nn.Module) -> KeyedDropout:
+def _is_dropout(part: nn.Module) -> bool:
+    return isinstance(part, _DROPOUTS)
+
+
+def _keyed(part: Any) -> KeyedDropout:
     if type(part) not in _DIMS:
         raise RandomOpError(f"{type(part).__name__} has no keyed module; use ps.jit or the eager step, which key it")
     keyed = KeyedDropout(part.p, _DIMS[type(part)])
@@ -129,7 +134,7 @@ def refuse_unkeyed(module: nn.Module) -> None:
     if not torch.compiler.is_dynamo_compiling():
         return
     for name, part in module.named_modules():
-        random = isinstance(part, _DROPOUTS) and part.p > 0.0
+        random = _is_dropout(part) and getattr(part, "p", 0.0) > 0.0
         if part.training and (random or getattr(part, "dropout", 0.0) or isinstance(part, nn.RReLU)):
             raise RandomOpError(
                 f"module {name} ({type(part).__name__}) would draw from torch's global generator under torch.compile; "

@@ -4,9 +4,10 @@
 with Philox numbers of the step's key instead, eager and while tracing alike, so no random operation is left in a graph
 and the global generator does not move.
 
-The n-th draw of a forward reads stream 2**31 + n of the key (a loss's own draws from it default to stream 0). The counter n is kept in the seed of torch's own generator for the
-time of the context: ``torch.utils.checkpoint`` saves and restores that generator around a recomputed block, so the
-recomputation draws the same numbers without knowing of keys. The generator is put back at the end.
+The n-th draw of a forward reads stream 2**31 + n of the key (a loss's own draws from it default to stream 0). The
+counter n is kept in the seed of torch's own generator for the time of the context: ``torch.utils.checkpoint`` saves and
+restores that generator around a recomputed block, so the recomputation draws the same numbers without knowing of keys.
+The generator is put back at the end.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def keyed(key: Tensor | None) -> Iterator[None]:
         generator.set_state(before)
 
 
-class _KeyedMode(DispatchMode):
+class _KeyedMode(DispatchMode):  # type: ignore[no-untyped-call] # torch's class is not annotated
     def __init__(self, key: Tensor | None, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # nor is its constructor
         self.key, self.generator = key, generator
 
     def __torch_dispatch__(
@@ -154,7 +155,7 @@ def _normal(source: _Source, given: dict[str, Any]) -> Tensor:
     tensors = [value for value in (mean, std, given.get("self")) if isinstance(value, Tensor)]
     if "size" in given or "self" in given:
         return source.normal(_shape(given), mean, std, dtype=_dtype(given))
-    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+    shape = (tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]).shape
     return source.normal(shape, mean, std, dtype=tensors[0].dtype)
 
 
@@ -164,7 +165,8 @@ def _randint(source: _Source, given: dict[str, Any]) -> Tensor:
     shape = _shape(given)
     default = like.dtype if isinstance(like, Tensor) else torch.int64
     word = source.uniform(shape, dtype=torch.float64)
-    return (low + torch.floor(word * (high - low))).to(_dtype(given, default))
+    values: Tensor = low + torch.floor(word * (high - low))
+    return values.to(_dtype(given, default))
 
 
 def _random(source: _Source, given: dict[str, Any]) -> Tensor:
@@ -186,14 +188,16 @@ def _randperm(source: _Source, given: dict[str, Any]) -> Tensor:
 def _exponential(source: _Source, given: dict[str, Any]) -> Tensor:
     like = given["self"]
     fraction = source.uniform(like.shape, dtype=torch.float64)
-    return (-torch.log1p(-fraction) / given.get("lambd", 1.0)).to(like.dtype)
+    waiting: Tensor = -torch.log1p(-fraction) / given.get("lambd", 1.0)
+    return waiting.to(like.dtype)
 
 
 def _native_dropout(source: _Source, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     like, p = given["input"], given["p"]
     mask = source.bernoulli(1.0 - p, like.shape)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    return like * mask * scale, mask
+    kept: Tensor = like * mask * scale
+    return kept, mask
 
 
 def _multinomial(source: _Source, given: dict[str, Any]) -> Tensor:

@@ -22,7 +22,7 @@ class SgdState(NamedTuple):
         trace: tree like the params, the momentum; ``None`` without momentum.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment] # the field's word; it hides tuple.count
     trace: Tree
 
 

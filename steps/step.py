@@ -39,8 +39,7 @@ def step(optimizer: Transformation) -> OptimizerStep:
         0.0
     """
     if not isinstance(optimizer, Transformation):
-        hint = "; wrap a torch.optim class as a pure pair first" if isinstance(optimizer, torch.optim.Optimizer) else ""
-        raise TypeError(f"optimizer must be a Transformation such as ps.adamw(...), got {optimizer!r}{hint}")
+        raise TypeError(f"optimizer must be a Transformation such as ps.adamw(...), got {type(optimizer).__name__}")
     return OptimizerStep(optimizer)
 
 

@@ -1,5 +1,7 @@
 """Hypothesis strategies that the tests share."""
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 
 backends = st.sampled_from(["eager", "aot_eager"])
@@ -13,7 +15,7 @@ def cuts(draw, total):
     """A cut of ``total`` rows into consecutive parts, as a list of sizes."""
     points = sorted(draw(st.sets(st.integers(1, total - 1), max_size=total - 1)))
     edges = [0, *points, total]
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    return [b - a for a, b in pairwise(edges)]
 
 
 def shapes(max_dims=3, max_side=4):

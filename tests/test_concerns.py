@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from toys import classifier_loss, differing, mlp, rows_of, snapshot
 
 import purestep as ps
 from purestep.state.torch_private import fake_mode, fake_of, trace
 from purestep.state.tree import flatten
 from purestep.steps.concern import KINDS, Concern
+
+from toys import classifier_loss, differing, mlp, rows_of, snapshot
 
 MODEL = mlp(dropout=0.3, norm=True)
 PARAMS = {name: p.detach() for name, p in MODEL.named_parameters()}
@@ -157,7 +158,7 @@ def test_a_function_before_accumulate_sees_one_microbatch_and_after_it_the_gradi
         ps.split_batch(2), ps.forward(loss), ps.backward(), lambda s: seen.append(float(s.grads)) or s, ps.accumulate(),
         lambda g: seen.append(float(g)) or g * 2, ps.step(ps.sgd(1.0)),
     )  # fmt: skip
-    state, metrics = step(ps.init(torch.tensor(0.0), step), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    state, _ = step(ps.init(torch.tensor(0.0), step), torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert seen == [3.0, 7.0, 2.5]
     assert float(state.params) == -5.0
 

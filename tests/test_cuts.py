@@ -4,11 +4,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from strategies import cuts
-from toys import classifier_loss, differing, mlp, mlp_step, rows_of, toy_state, toy_step
 
 import purestep as ps
 from purestep.steps.accumulate import add_sums
+
+from strategies import cuts
+from toys import classifier_loss, differing, mlp, mlp_step, rows_of, toy_state, toy_step
 
 
 def masked_rows(masked=(0, 1, 2)):

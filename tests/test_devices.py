@@ -5,9 +5,10 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from toys import differing, mlp, mlp_step, rows_of, snapshot
 
 import purestep as ps
+
+from toys import differing, mlp, mlp_step, rows_of, snapshot
 
 DEVICES = {"cpu": ps.devices.cpu, "cpu with a thread": lambda: ps.devices.cpu(threads=1)}
 

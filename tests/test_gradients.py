@@ -3,12 +3,13 @@
 import pytest
 import torch
 from hypothesis import given
-from strategies import seeds
-from toys import differing, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
+
+from strategies import seeds
+from toys import differing, same_bits
 
 
 class LegacySquare(torch.autograd.Function):

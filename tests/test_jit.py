@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 import torch
-from toys import classifier_loss, differing, mlp, mlp_step, rows_of, snapshot, toy_loss, toy_state, toy_step, ulps
 
 import purestep as ps
 from purestep.state.tree import leaves_with_paths
+
+from toys import classifier_loss, differing, mlp, mlp_step, rows_of, snapshot, toy_loss, toy_state, toy_step, ulps
 
 CPU = ps.devices.cpu()
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import differing, snapshot
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import purestep as ps
 from purestep.steps.split_batch import rows
+
+from toys import differing, snapshot
 
 Pair = namedtuple("Pair", "x y")
 

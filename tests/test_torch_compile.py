@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from toys import differing, mlp, mlp_step, rows_of, toy_state, toy_step
 
 import purestep as ps
+
+from toys import differing, mlp, mlp_step, rows_of, toy_state, toy_step
 
 
 @pytest.fixture(autouse=True)

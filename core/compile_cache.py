@@ -1,0 +1,50 @@
+"""The compile cache on disk: a damaged library in it is named before it is loaded.
+
+A dynamic loader that maps a shortened library ends the whole process, without an error that Python could catch.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+from ..state.errors import CompileError
+from ..state.torch_private import compile_cache_folder
+
+__all__ = ["is_whole_library", "refuse_damaged"]
+
+_HEADER = 64  # bytes of a 64-bit ELF header
+
+
+def refuse_damaged() -> None:
+    """Look at every library in the compile cache.
+
+    Raises:
+        CompileError: naming the damaged files and how to get rid of them.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    folder = compile_cache_folder()
+    damaged = [str(path) for path in sorted(folder.glob("*/*.so")) if not is_whole_library(path)]
+    if damaged:
+        raise CompileError(
+            f"the compile cache is damaged: {', '.join(damaged)} is no whole library. Remove the file, or the folder {folder}; "
+            "what it held is compiled again. Nothing was run"
+        )
+
+
+def is_whole_library(path: Path) -> bool:
+    """Whether a file has an ELF header and is as long as the header says."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER)
+        size = path.stat().st_size
+    except OSError:
+        return True  # gone again, or not ours to read: the loader will say
+    if len(header) < _HEADER or header[:4] != b"\x7fELF":
+        return False
+    order = "<" if header[5] == 1 else ">"
+    (sections,) = struct.unpack_from(order + "Q", header, 40)
+    entry, count = struct.unpack_from(order + "HH", header, 58)
+    return bool(sections + entry * count <= size)
