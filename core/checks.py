@@ -41,7 +41,9 @@ def check_state(step: Step, state: TrainState) -> None:
             raise StateError(f"{path} requires a gradient; a state holds plain tensors: detach it")
     for name, clock in (("updates", state.counters.updates), ("skips", state.counters.skips)):
         if clock.dtype != torch.int64 or clock.dim():
-            raise StateError(f"state.counters.{name} must be 0-d int64, got {clock.dtype} of shape {tuple(clock.shape)}")
+            raise StateError(
+                f"state.counters.{name} must be 0-d int64, got {clock.dtype} of shape {tuple(clock.shape)}"
+            )
     check_params(step, state.params, state.buffers)
 
 

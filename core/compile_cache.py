@@ -29,8 +29,8 @@ def refuse_damaged() -> None:
     damaged = [str(path) for path in sorted(folder.glob("*/*.so")) if not is_whole_library(path)]
     if damaged:
         raise CompileError(
-            f"the compile cache is damaged: {', '.join(damaged)} is no whole library. Remove the file, or the folder {folder}; "
-            "what it held is compiled again. Nothing was run"
+            f"the compile cache is damaged: {', '.join(damaged)} is no whole library. Remove the file, or the folder "
+            f"{folder}; what it held is compiled again. Nothing was run"
         )
 
 

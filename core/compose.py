@@ -128,7 +128,9 @@ def _refuse_order(concern: Concern, flows: str) -> None:
     name = type(concern).__name__
     if KINDS.index(wanted) < KINDS.index(flows):
         raise ComposeError(f"compose: {name} takes a {wanted}, but here {flows} flow; it stands too late or twice")
-    raise ComposeError(f"compose: {_missing(flows, wanted)} missing before {name}, which takes {wanted}; here flows {flows}")
+    raise ComposeError(
+        f"compose: {_missing(flows, wanted)} missing before {name}, which takes {wanted}; here flows {flows}"
+    )
 
 
 def _missing(flows: str, wanted: str) -> str:

@@ -109,7 +109,8 @@ class Jitted:
         if self.device.synchronous:
             raise_fault(metrics)
         if self.donate:
-            consume(state, "this state was donated to a compiled step; use the state that the step returned")
+            written = [leaves[place] for place in program.outputs.changed]
+            consume(state, "this state was donated to a compiled step; use the state that the step returned", written)
         return lazy_state(FlatState(leaves, flat.treedef, flat.token)), metrics
 
     def _known(self, state: TrainState) -> FlatState:
@@ -133,9 +134,7 @@ class Jitted:
             treedef = key[1]
             check_batch(state, treedef.unflatten(values))
             self._warn_static(key)
-            program = build(
-                self.step, self.device, self.backend, flat, (values, treedef), donate=self.donate
-            )
+            program = build(self.step, self.device, self.backend, flat, (values, treedef), donate=self.donate)
             self._programs[key] = program
             self.compiles += 1
             return program
@@ -168,7 +167,7 @@ class Jitted:
             if not self.donate or self.backend == "eager":
                 raise
             reason = "this state was lost: a compiled step failed after it was donated"
-            consume(state, reason)
+            consume(state, reason, [flat.leaves[place] for place in program.outputs.changed])
             raise DonatedError(f"{reason} ({error}); go on from a checkpoint or a ps.copy_state(...)") from error
 
 

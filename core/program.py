@@ -36,7 +36,9 @@ class Program:
     call: Callable[..., Sequence[Tensor]]
     outputs: Outputs
 
-    def run(self, leaves: list[Tensor], tensors: list[Tensor], *, donate: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(
+        self, leaves: list[Tensor], tensors: list[Tensor], *, donate: bool
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The leaves of the new state, and the metrics."""
         out = self.call(*leaves, *tensors)
         changed = self.outputs.changed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -111,7 +113,10 @@ class TrainState:
         unknown = [name for name in changes if name not in _FIELDS]
         if unknown:
             raise StateError(f"TrainState has no field {', '.join(unknown)}; it has {', '.join(_FIELDS)}")
-        return TrainState(**{name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS})
+        new = TrainState(**{name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS})
+        if not torch.compiler.is_dynamo_compiling():
+            _relate(self, new)
+        return new
 
     def __repr__(self) -> str:
         if "_consumed" in self.__dict__:
@@ -168,8 +173,30 @@ def lazy_state(flat: FlatState) -> TrainState:
     return state
 
 
-def consume(state: TrainState, reason: str) -> None:
-    """Mark a state as given up: its fields are gone and say so."""
+def _relate(old: TrainState, new: TrainState) -> None:
+    """Remember that two records may hold the same tensors, for as long as both live."""
+    kin: WeakSet[TrainState] = old.__dict__.get("_kin") or WeakSet([old])
+    kin.add(new)
+    old.__dict__["_kin"] = new.__dict__["_kin"] = kin
+
+
+def consume(state: TrainState, reason: str, written: Iterable[Tensor] = ()) -> None:
+    """Mark a state as given up: its fields are gone and say so.
+
+    Args:
+        state: the state that was donated.
+        reason: what a later read says.
+        written: the tensors that now hold other values; states made from this one by ``replace`` (or it from them) that
+            hold one of these are given up with it.
+    """
+    lost = {id(leaf) for leaf in written}
+    for other in list(state.__dict__.get("_kin", ())):
+        if other is not state and "_consumed" not in other.__dict__ and any(id(leaf) in lost for leaf in leaves(other)):
+            _give_up(other, f"it shares tensors with a state that was donated ({reason}); keep a ps.copy_state(...)")
+    _give_up(state, reason)
+
+
+def _give_up(state: TrainState, reason: str) -> None:
     state.__dict__.clear()
     state.__dict__["_consumed"] = reason
 

@@ -106,9 +106,7 @@ def scan(
     return list(out[: len(carry)])
 
 
-def compile_graph(
-    graph: torch.fx.GraphModule, mode: Any, inputs: Sequence[Tensor]
-) -> Callable[..., Sequence[Tensor]]:
+def compile_graph(graph: torch.fx.GraphModule, mode: Any, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """Lower a recorded graph with Inductor; ``inputs`` are the fake tensors it was recorded with."""
     compile_fx = _find("torch._inductor.compile_fx", "compile_fx")
     with mode, torch.no_grad(), _kept_environment():

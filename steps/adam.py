@@ -149,9 +149,7 @@ def _adam(
         count = opt_state.count + 1
         rule = _rule(now, count.to(torch.float64), maximize, decoupled)
         if amsgrad:
-            updates, mu, nu, nu_max = update_leaves(
-                rule, grads, params, opt_state.mu, opt_state.nu, opt_state.nu_max
-            )
+            updates, mu, nu, nu_max = update_leaves(rule, grads, params, opt_state.mu, opt_state.nu, opt_state.nu_max)
             return updates, AdamState(count, mu, nu, nu_max)
         updates, mu, nu = update_leaves(rule, grads, params, opt_state.mu, opt_state.nu)
         return updates, AdamState(count, mu, nu, None)

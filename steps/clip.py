@@ -112,7 +112,9 @@ class Clip(Stateless):
             return grads
         values, treedef = flatten(grads)
         paths = (path.codify("grads") for path in treedef.accessors())
-        return unflatten(treedef, [leaf if self.where(path) else None for path, leaf in zip(paths, values, strict=True)])
+        return unflatten(
+            treedef, [leaf if self.where(path) else None for path, leaf in zip(paths, values, strict=True)]
+        )
 
 
 def global_norm(grads: Tree, norm_type: float = 2.0) -> Tensor:

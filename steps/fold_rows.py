@@ -55,7 +55,9 @@ def fold_rows(
     final = scan(graph, carry, columns, shared)
     counters = final[1 : 1 + depth * width]
     stack = [
-        unflatten(sums_def, counters[level * width : (level + 1) * width]) if not pairwise or count >> level & 1 else None
+        unflatten(sums_def, counters[level * width : (level + 1) * width])
+        if not pairwise or count >> level & 1
+        else None
         for level in range(depth)
     ]
     return stack, final[1 + depth * width :]

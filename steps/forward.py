@@ -117,20 +117,26 @@ class Forward(Stateless):
 
         Hold it over the backward as well: a checkpointed block runs its forward again there.
         """
-        if self.template is None:
-            with keyed(key):
+        with keyed(key):  # first: it also keeps other threads out, which the template needs too
+            if self.template is None:
                 yield functools.partial(self._call, params, key)
-            return
-        own = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
-        with self.template.bound(params, own) as module, bind_key(module, key), keyed(key):
+                return
+            own = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
+            with self.template.bound(params, own) as module, bind_key(module, key):
+                yield functools.partial(self._bound_call, self.template, module, key, own)
 
-            def call(microbatch: Any, carry: Tree = None) -> Loss:
-                loss = self._call(module, key, microbatch, carry)
-                after = self.template.written_buffers(own)  # type: ignore[union-attr]
-                kept = {name: buffer.detach() for name, buffer in after.items()}
-                return Loss(loss.total, loss.weight, loss.metrics, loss.carry, kept)
-
-            yield call
+    def _bound_call(
+        self,
+        template: Template,
+        module: nn.Module,
+        key: Tensor | None,
+        own: dict[str, Tensor],
+        microbatch: Any,
+        carry: Tree = None,
+    ) -> Loss:
+        loss = self._call(module, key, microbatch, carry)
+        after = {name: buffer.detach() for name, buffer in template.written_buffers(own).items()}
+        return Loss(loss.total, loss.weight, loss.metrics, loss.carry, after)
 
     def _call(self, model: Any, key: Tensor | None, microbatch: Any, carry: Tree = None) -> Loss:
         loss = self.loss(model, microbatch, key, carry) if self.takes_carry else self.loss(model, microbatch, key)

@@ -13,6 +13,7 @@ The generator is put back at the end.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,12 +50,21 @@ def keyed(key: Tensor | None) -> Iterator[None]:
         # Dynamo traces neither a dispatch mode nor a generator; there a model draws through keyed modules.
         yield
         return
+    with _one_at_a_time, _counting() as generator, _KeyedMode(key, generator):
+        yield
+
+
+_one_at_a_time = threading.RLock()  # the generator is the process's: eager forwards of several threads take turns
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[torch.Generator]:
+    """Torch's generator with its seed as a counter from 0, put back at the end."""
     generator = torch.default_generator
     before = generator.get_state()
     generator.manual_seed(0)
     try:
-        with _KeyedMode(key, generator):
-            yield
+        yield generator
     finally:
         generator.set_state(before)
 
@@ -180,9 +190,7 @@ def _random(source: _Source, given: dict[str, Any]) -> Tensor:
 
 
 def _randperm(source: _Source, given: dict[str, Any]) -> Tensor:
-    return torch.argsort(source.uniform((given["n"],), dtype=torch.float64), stable=True).to(
-        _dtype(given, torch.int64)
-    )
+    return torch.argsort(source.uniform((given["n"],), dtype=torch.float64), stable=True).to(_dtype(given, torch.int64))
 
 
 def _exponential(source: _Source, given: dict[str, Any]) -> Tensor:
@@ -209,7 +217,6 @@ def _multinomial(source: _Source, given: dict[str, Any]) -> Tensor:
     # Without replacement: the smallest of exponential waiting times, each with its weight as rate.
     fraction = source.uniform(weights.shape, dtype=torch.float64)
     return torch.topk(-(-torch.log1p(-fraction) / weights.to(torch.float64)), count, dim=-1).indices
-
 
 
 _RULES: dict[Any, Callable[[_Source, dict[str, Any]], Any]] = {

@@ -101,4 +101,3 @@ def sgd(
         return updates, SgdState(opt_state.count + 1, trace)
 
     return Transformation(init, update, hyperparams)
-

@@ -169,7 +169,9 @@ def stacked(parts: list[Any]) -> tuple[list[list[Tensor]], Any] | None:
 
     def rebuild(tensors: list[Tensor]) -> Any:
         own = iter(tensors)
-        return treedef.unflatten([next(own) if wanted else leaf for leaf, wanted in zip(values, is_tensor, strict=True)])
+        return treedef.unflatten(
+            [next(own) if wanted else leaf for leaf, wanted in zip(values, is_tensor, strict=True)]
+        )
 
     return [[leaf for leaf in flatten(part)[0] if isinstance(leaf, Tensor)] for part in parts], rebuild
 

@@ -43,7 +43,8 @@ def torch_clipped(tree, max_norm, p):
     params = [torch.nn.Parameter(torch.zeros_like(t)) for t in tensors(tree)]
     for param, grad in zip(params, tensors(tree), strict=True):
         param.grad = grad
-    norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type=p, foreach=False)
+    filled = [param for param in params if param.numel()]  # torch has no infinity norm of an empty tensor
+    norm = torch.nn.utils.clip_grad_norm_(filled, max_norm, norm_type=p, foreach=False)
     return [param.grad for param in params], norm
 
 
@@ -151,12 +152,18 @@ broken = pytest.mark.parametrize("values", BROKEN.values(), ids=BROKEN)
 
 @broken
 @norms
-@pytest.mark.parametrize("bound", [{"max_norm": 0.5}, {"max_value": 0.5}, {"max_norm": math.inf}], ids=str)
+@pytest.mark.parametrize("bound", [0.5, math.inf])
 def test_case_34_kept_gradients_are_bitwise_those_that_came(values, p, bound):
     grads = {"a": torch.tensor(values), "b": torch.tensor(7.0)}
-    clipped, norm = ps.clip(norm_type=p, nonfinite="keep", **bound)(grads)
+    clipped, norm = ps.clip(bound, norm_type=p, nonfinite="keep")(grads)
     assert not math.isfinite(float(norm))
     assert differing(clipped, grads) == []
+
+
+@broken
+def test_keep_holds_for_a_bound_on_values_too(values):
+    grads = {"a": torch.tensor(values), "b": torch.tensor(7.0)}
+    assert differing(ps.clip(max_value=0.5, nonfinite="keep")(grads)[0], grads) == []
 
 
 @broken
@@ -175,14 +182,9 @@ def test_raising_names_a_leaf_among_those_that_are_clipped():
         ps.clip(1.0, nonfinite="raise", where=lambda path: "'b'" in path)(grads)
 
 
-def test_raising_never_names_no_leaf():
-    grads = {"a": torch.tensor([3e38, 3e38])}  # each finite, but not the norm in float32
-    try:
-        clipped, _ = ps.clip(1.0, nonfinite="raise")(grads)
-    except FloatingPointError as error:
-        assert "None" not in str(error)
-    else:
-        assert clipped["a"].tolist() == pytest.approx([0.5**0.5] * 2, rel=1e-6)
+def test_raising_blames_no_gradient_that_is_finite():
+    clipped, _ = ps.clip(1.0, nonfinite="raise")({"a": torch.tensor([3e38, 3e38])})  # the norm fits float64 alone
+    assert clipped["a"].tolist() == pytest.approx([0.5**0.5] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(("nonfinite", "updated", "w"), [("skip", 0, 0.0), ("keep", 1, -math.inf)])
@@ -206,7 +208,7 @@ def test_a_subset_is_measured_and_clipped_together_and_the_rest_passes():
     clipped, norm = ps.clip(1.0, where=lambda path: path.endswith("['a']"))(grads)
     assert float(norm) == 5.0
     assert [float(clipped["a"]), float(clipped["b"]["a"])] == pytest.approx([0.6, 0.8], rel=1e-6)
-    assert clipped["b"]["c"] is grads["b"]["c"] or same_bits(clipped["b"]["c"], grads["b"]["c"])
+    assert same_bits(clipped["b"]["c"], grads["b"]["c"])
     assert clipped["d"] is None
     by_value, _ = ps.clip(max_value=1.0, where=lambda path: path.endswith("['c']"))(grads)
     assert [float(by_value["a"]), float(by_value["b"]["c"])] == [3.0, 1.0]
@@ -218,7 +220,7 @@ def test_a_tree_without_anything_has_norm_zero_and_stays(grads, p):
     for bound in ({"max_norm": 1.0}, {"max_value": 1.0}):
         clipped, norm = ps.clip(norm_type=p, **bound)(grads)
         assert float(norm) == 0.0
-        assert clipped.keys() == grads.keys() if isinstance(grads, dict) else clipped == grads
+        assert len(clipped) == len(grads)
         assert differing(clipped, grads) == []
 
 
@@ -271,9 +273,9 @@ def test_case_35_the_functions_refuse_bad_numbers_by_name(name, bad):
 
 
 def test_other_bad_arguments_are_refused_by_name():
-    with pytest.raises(ValueError, match="max_norm=1.0 and max_value=1.0"):
+    with pytest.raises(ValueError, match=r"max_norm=1\.0 and max_value=1\.0"):
         ps.clip(1.0, max_value=1.0)
-    with pytest.raises(ValueError, match="nonfinite.*'stop'"):
+    with pytest.raises(ValueError, match=r"nonfinite.*'stop'"):
         ps.clip(1.0, nonfinite="stop")
 
 

@@ -18,9 +18,7 @@ BUFFERS = {name: b.detach() for name, b in MODEL.named_buffers()}
 KEY = ps.random_key(3)
 FORWARD = ps.forward(classifier_loss, MODEL)
 GRADS = {name: torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) for name, p in PARAMS.items()}
-PARTS = [
-    ps.backward()(FORWARD, PARAMS, rows_of(4, seed=i), ps.fold_in(KEY, i), buffers=BUFFERS) for i in range(3)
-]
+PARTS = [ps.backward()(FORWARD, PARAMS, rows_of(4, seed=i), ps.fold_in(KEY, i), buffers=BUFFERS) for i in range(3)]
 ADAMW = ps.step(ps.adamw(0.1))
 
 
@@ -91,7 +89,9 @@ def test_traced_it_gives_the_same_bits(case):
     mode = fake_mode()
 
     def flat(*inputs):
-        return [leaf for leaf in flatten(call(concern, *treedef.unflatten(inputs)))[0] if isinstance(leaf, torch.Tensor)]
+        return [
+            leaf for leaf in flatten(call(concern, *treedef.unflatten(inputs)))[0] if isinstance(leaf, torch.Tensor)
+        ]
 
     graph = trace(flat, mode, [fake_of(mode, leaf) for leaf in values])
     with torch.no_grad():

@@ -88,9 +88,7 @@ def test_metrics_are_weighted_by_rows_and_not_means_of_means():
     def loss(w, x, key):
         return ps.Loss((w * x).sum(), len(x), metrics={"value": ps.Sum(x.sum(), len(x))})
 
-    step = ps.compose(
-        ps.split_batch(size=256), ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0))
-    )
+    step = ps.compose(ps.split_batch(size=256), ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
     _, metrics = step(toy_state(step), values)
     assert float(metrics["value"]) == pytest.approx(0.752874, abs=1e-6)
 
@@ -98,7 +96,11 @@ def test_metrics_are_weighted_by_rows_and_not_means_of_means():
 def test_gradient_of_uneven_microbatches_is_the_mean_over_samples():
     """Case 5: x = [1, 1, 1, 1] and [4]: 1.6 and not 2.5."""
     step = toy_step(split=None)
-    forward, gradient, params = ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), len(x))), ps.backward(), torch.zeros(())
+    forward, gradient, params = (
+        ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), len(x))),
+        ps.backward(),
+        torch.zeros(()),
+    )
     fold, sums = folded(gradient, forward, params, [torch.ones(4), torch.tensor([4.0])])
     assert float(fold.divide(sums)) == pytest.approx(1.6)
     state, _ = step(toy_state(step), torch.tensor([1.0, 1, 1, 1, 4], dtype=torch.float64))
@@ -123,7 +125,8 @@ def spread(model, step_of, state, batch, world, total=8):
     share = len(batch[1]) // world
     local = step.phases[0].local
     parts = [
-        local(state, tuple(leaf[rank * share : (rank + 1) * share] for leaf in batch), rank=rank) for rank in range(world)
+        local(state, tuple(leaf[rank * share : (rank + 1) * share] for leaf in batch), rank=rank)
+        for rank in range(world)
     ]
     while len(parts) > 1:
         parts = [add_sums(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]

@@ -82,7 +82,10 @@ def test_threads_hold_for_the_time_of_a_step():
 
 def test_numpy_batches_train(device):
     step = ps.compose(
-        ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), len(x))), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0))
+        ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), len(x))),
+        ps.backward(),
+        ps.accumulate(),
+        ps.step(ps.sgd(1.0)),
     )
     state = ps.init(torch.zeros((), dtype=torch.float64), step)
     new, _ = ps.jit(step, device=device, backend="aot_eager")(state, np.array([1.0, 3.0]))
@@ -91,7 +94,10 @@ def test_numpy_batches_train(device):
 
 def test_a_device_that_cannot_be_traced_is_refused_by_jit_for_now():
     step = ps.compose(
-        ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), len(x))), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0))
+        ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), len(x))),
+        ps.backward(),
+        ps.accumulate(),
+        ps.step(ps.sgd(1.0)),
     )
     with pytest.raises(ps.CompileError, match="device between cannot be traced"):
         ps.jit(step, device=_Untraceable())(ps.init(torch.zeros(()), step), torch.ones(2))

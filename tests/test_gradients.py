@@ -344,5 +344,3 @@ def test_sparse_gradients_work_eagerly_and_are_refused_by_jit():
             with pytest.raises(ps.TraceError, match=r"weight.*sparse"):
                 fast(ps.init(part, step), batch)
     torch.testing.assert_close(*results)
-
-

@@ -300,3 +300,36 @@ def test_bad_arguments_of_jit_are_named():
         ps.jit(classifier_loss, device=CPU)
     with pytest.raises(TypeError, match="device must be a device"):
         ps.jit(step, device="cpu")
+
+
+def test_states_that_share_tensors_with_a_donated_one_are_given_up_too():
+    model = mlp()
+    step = mlp_step(model)
+    fast = ps.jit(step, device=CPU, backend="aot_eager", donate=True)
+    state = ps.init(model, step)
+    other = state.replace(key=ps.random_key(5))
+    new, _ = fast(other, rows_of(4))
+    with pytest.raises(ps.DonatedError, match="shares tensors with a state that was donated"):
+        state.params  # noqa: B018 (reading it is the test)
+    before = step(new, rows_of(4))[0]  # shares the key with it, which no step writes
+    fast(before, rows_of(4))
+    assert differing(new, new) == []
+
+
+def test_threads_may_run_one_eager_step_at_once():
+    model = mlp(dropout=0.4, norm=True)
+    step = mlp_step(model, split=2)
+    states = [ps.init(model, step, seed=seed) for seed in range(4)]
+    expected = [step(state, rows_of(8)) for state in states]
+    found = [None] * 4
+
+    def work(i):
+        for _ in range(5):
+            found[i] = step(states[i], rows_of(8))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert differing(expected, found) == []

@@ -71,9 +71,7 @@ BAD_LOSSES = {
 @pytest.mark.parametrize("name", BAD_LOSSES)
 def test_losses(name, run_of):
     fn, message = BAD_LOSSES[name]
-    step = ps.compose(
-        ps.forward(lambda w, x, key: fn(w, x)), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0))
-    )
+    step = ps.compose(ps.forward(lambda w, x, key: fn(w, x)), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
     state = toy_state(step)
     before = snapshot(state)
     with pytest.raises((ps.LossError, ps.TraceError), match=message):
@@ -177,7 +175,10 @@ def test_functions_that_return_another_kind(run_of):
 def test_functions_that_change_the_form_of_the_state(run_of):
     for fn, message in (
         (lambda s: s.replace(params=s.params.float()), r"state.params was float64\[\] on cpu and is now float32"),
-        (lambda s: s.replace(params=s.params.expand(2)), r"state.params was float64\[\] on cpu and is now float64\[2\]"),
+        (
+            lambda s: s.replace(params=s.params.expand(2)),
+            r"state.params was float64\[\] on cpu and is now float64\[2\]",
+        ),
         (lambda s: s.replace(params={"w": s.params}), "another form than it had: missing state.params"),
     ):
         step = ps.compose(ps.forward(toy_loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)), fn)
@@ -261,7 +262,10 @@ def test_loading_names_what_is_missing_unknown_or_of_another_form():
     for bad, message in (
         (short, r"missing state_dict\['0.weight'\]"),
         ({**values, "new": X}, r"unexpected state_dict\['new'\]"),
-        ({**values, "0.bias": torch.ones(3)}, r"state_dict\['0.bias'\] was float32\[8\] on cpu and is now float32\[3\]"),
+        (
+            {**values, "0.bias": torch.ones(3)},
+            r"state_dict\['0.bias'\] was float32\[8\] on cpu and is now float32\[3\]",
+        ),
         ({**values, "0.bias": torch.ones(8).double()}, r"\['0.bias'\] was float32.* now float64"),
         ({**values, "0.bias": 1.0}, "a Python value where a tensor is needed"),
     ):

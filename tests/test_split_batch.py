@@ -72,7 +72,8 @@ def test_mixed_trees_keep_their_structure_and_add_up(count, parts):
 
 
 @pytest.mark.parametrize(
-    ("total", "count", "sizes"), [(10, 4, [3, 3, 3, 1]), (9, 4, [3, 3, 3]), (8, 4, [2] * 4), (7, 1, [7]), (5, 5, [1] * 5)]
+    ("total", "count", "sizes"),
+    [(10, 4, [3, 3, 3, 1]), (9, 4, [3, 3, 3]), (8, 4, [2] * 4), (7, 1, [7]), (5, 5, [1] * 5)],
 )
 def test_parts_are_equal_and_at_most_one_is_smaller(total, count, sizes):
     assert [len(part) for part in ps.split_batch(count)(torch.zeros(total))] == sizes
@@ -98,7 +99,9 @@ def test_packed_sequences_are_cut_by_sequence(ordered):
 
 def test_packed_sequences_train_as_their_undivided_batch():
     model = torch.nn.GRU(1, 3, batch_first=True).double()
-    sequences = [torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (5, 3, 2, 1)]
+    sequences = [
+        torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (5, 3, 2, 1)
+    ]
 
     def loss(model, packed, key):
         out, _ = model(packed)

@@ -15,9 +15,7 @@ def toy_loss(w, x, key):
 
 def toy_step(lr=1.0, *extra, split=None, order="tree"):
     head = () if split is None else (ps.split_batch(split),)
-    return ps.compose(
-        *head, ps.forward(toy_loss), ps.backward(), ps.accumulate(order), *extra, ps.step(ps.sgd(lr))
-    )
+    return ps.compose(*head, ps.forward(toy_loss), ps.backward(), ps.accumulate(order), *extra, ps.step(ps.sgd(lr)))
 
 
 def toy_state(step, dtype=torch.float64, seed=0):
