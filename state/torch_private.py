@@ -6,6 +6,7 @@ Everything is found by feature, not by version, and imported when first used: In
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,15 @@ __all__ = [
     "untraced",
 ]
 
-DispatchMode = TorchDispatchMode
 _here = threading.local()
+
+
+class DispatchMode(TorchDispatchMode):
+    """Torch's dispatch mode, entered without a trace in the environment."""
+
+    def __enter__(self) -> Any:
+        _import_dynamo()
+        return super().__enter__()  # type: ignore[no-untyped-call] # torch's class is not annotated
 
 
 def _find(module: str, name: str) -> Any:
@@ -118,9 +126,16 @@ def compile_cache_folder() -> Path:
     return Path(_find("torch._inductor.runtime.cache_dir_utils", "cache_dir")())
 
 
+@functools.cache
+def _import_dynamo() -> None:
+    """Import what the first use of a dispatch mode imports: it leaves a variable in the environment."""
+    with _kept_environment():
+        import_module("torch._dynamo")
+
+
 @contextlib.contextmanager
 def _kept_environment() -> Iterator[None]:
-    """Inductor hands pointers to the libraries it loads through environment variables, and leaves them there."""
+    """Torch's compiler hands settings and pointers on through environment variables, and leaves them there."""
     before = dict(os.environ)
     try:
         yield
