@@ -148,7 +148,6 @@ def split(key: Tensor, count: int = 2) -> Tensor:
 
 def _words(key: Tensor, blocks: Tensor, stream: int) -> Words:
     """The four words of each of these blocks of a key's stream."""
-    _check_key(key)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
     return philox4x32((*_halves(key[1] + blocks), zero + stream, zero), _halves(key[0]))
 
@@ -159,6 +158,7 @@ def _lanes(key: Tensor, count: int, stream: int, lanes: int, join: Callable[[Wor
     Eagerly each block is computed once. In a graph each number computes its own block and picks its lane: one kernel
     without an intermediate in memory, which compiles several times faster than ``lanes`` joined ones.
     """
+    _check_key(key)
     if not (is_tracing() or torch.compiler.is_compiling()):
         blocks = torch.arange(-(-count // lanes), dtype=torch.int64, device=key.device)
         return torch.stack(join(_words(key, blocks, stream)), dim=-1).reshape(-1)[:count]

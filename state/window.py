@@ -46,10 +46,12 @@ class RunningWindow:
             device: where it lives; the CPU by default.
 
         Raises:
-            ValueError: if ``length`` is below 1.
+            ValueError: if ``length`` is not a positive int, or ``dtype`` is not floating.
         """
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"length must be at least 1, got {length!r}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be floating, got {dtype}")
         where = device or "cpu"
         return cls(torch.zeros(length, dtype=dtype, device=where), torch.zeros((), dtype=torch.int64, device=where))
 
@@ -59,9 +61,15 @@ class RunningWindow:
         return self.values.shape[0]
 
     def append(self, value: Tensor) -> RunningWindow:
-        """With ``value`` (0-d) written over the oldest one."""
+        """With ``value`` (0-d; detached) written over the oldest one.
+
+        Raises:
+            ValueError: if ``value`` is not 0-d.
+        """
+        if value.dim():
+            raise ValueError(f"value must be 0-d, got shape {tuple(value.shape)}")
         place = torch.arange(self.length, device=self.values.device) == self.count % self.length
-        return RunningWindow(torch.where(place, value.to(self.values.dtype), self.values), self.count + 1)
+        return RunningWindow(torch.where(place, value.detach().to(self.values.dtype), self.values), self.count + 1)
 
     def mean(self) -> Tensor:
         """Mean over the values present; NaN while there are none."""

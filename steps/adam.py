@@ -170,7 +170,7 @@ def _rule(now: dict[str, Tensor], t: Tensor, maximize: bool, decoupled: bool) ->
         grad = -grad if maximize else grad
         if not decoupled:
             grad = grad + param * own(now["weight_decay"])
-        mu = mu + (grad - mu) * own(rest1)
+        mu = torch.lerp(mu, grad, own(rest1))  # exact at both ends, where mu + (grad - mu) * 1 is not
         nu = nu * own(now["b2"]) + grad * grad * own(rest2)
         largest = tuple(torch.maximum(seen, nu) for seen in nu_max)
         denominator = (largest[0] if largest else nu).sqrt() / own(root2) + own(now["eps"])

@@ -10,8 +10,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..state.sums import widen
 from ..state.torch_private import is_tracing
-from ..state.tree import Tree, fill, flatten, leaves_with_paths, map_leaves, unflatten
+from ..state.tree import Tree, fill, flatten, leaves, leaves_with_paths, map_leaves, unflatten
 from .concern import Flow, Stateless
 
 __all__ = ["Clip", "clip", "clip_by_norm", "clip_by_value", "first_nonfinite", "global_norm"]
@@ -57,15 +58,23 @@ def clip(
     """
     if (max_norm is None) == (max_value is None):
         raise ValueError(f"give either max_norm or max_value, got max_norm={max_norm!r} and max_value={max_value!r}")
-    bounds = {"max_norm": max_norm, "max_value": max_value, "norm_type": norm_type}
-    for name, bound in bounds.items():
-        if bound is None:
-            continue
-        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0:
-            raise ValueError(f"{name} must be a positive number, got {bound!r}; leave the concern out for no clipping")
+    _positive(max_norm=max_norm, max_value=max_value, norm_type=norm_type)
     if nonfinite not in ("skip", "keep", "raise"):
         raise ValueError(f'nonfinite must be "skip", "keep" or "raise", got {nonfinite!r}')
     return Clip(max_norm, max_value, float(norm_type), nonfinite, where)
+
+
+def _positive(**bounds: float | Tensor | None) -> None:
+    for name, bound in bounds.items():
+        if bound is None or isinstance(bound, Tensor):
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0:
+            raise ValueError(f"{name} must be a positive number, got {bound!r}; leave the concern out for no clipping")
+
+
+def _refuse_iterator(grads: Tree) -> None:
+    if isinstance(grads, Iterator):
+        raise ValueError("grads must be a tree of tensors, got an iterator, which can be read only once")
 
 
 @attrs.frozen
@@ -82,22 +91,22 @@ class Clip(Stateless):
     where: Callable[[str], bool] | None
 
     def __call__(self, grads: Tree) -> tuple[Tree, Tensor]:
-        """The clipped tree and the norm before clipping, 0-d, of the leaves that ``where`` chooses.
+        """The clipped tree and the norm before clipping, 0-d float64, of the leaves that ``where`` chooses.
 
         Raises:
             ValueError: if ``grads`` is an iterator.
             FloatingPointError: with ``nonfinite="raise"``, naming the first leaf that is not finite.
         """
-        if isinstance(grads, Iterator):
-            raise ValueError("grads must be a tree of tensors, got an iterator, which can be read only once")
+        _refuse_iterator(grads)
         chosen = self._chosen(grads)
         norm = global_norm(chosen, self.norm_type)
         if self.nonfinite == "raise":
-            _raise_nonfinite(grads, norm)
+            _raise_nonfinite(chosen, norm)
         if self.max_norm is not None:
             clipped, _ = clip_by_norm(chosen, self.max_norm, norm=norm)
         else:
-            clipped = clip_by_value(chosen, self.max_value)  # type: ignore[arg-type]
+            finite, bound = torch.isfinite(norm), self.max_value or math.inf
+            clipped = map_leaves(lambda leaf: _select(finite, _clamp(leaf, bound), leaf), chosen)
         return fill(clipped, grads), norm
 
     def apply(self, flow: Flow) -> Flow:
@@ -120,27 +129,31 @@ class Clip(Stateless):
 def global_norm(grads: Tree, norm_type: float = 2.0) -> Tensor:
     r"""The p-norm over all leaves together, without overflow: :math:`m \, (\sum |g_i / m|^p)^{1/p}`.
 
-    Leaves of up to 32 bits are summed in float64, where no square of a float32 overflows; float64 leaves are scaled by
-    their largest absolute value m first.
+    Leaves of up to 32 bits are summed in float64, where no square of a float32 overflows; float64 leaves, and any for a
+    large p, are scaled by their largest absolute value m first.
 
     Args:
         grads: tree of floating or complex tensors, dense or sparse; ``None`` and empty leaves count as nothing.
         norm_type: p, > 0, or ``math.inf``.
 
     Returns:
-        0-d, float32 unless a leaf is float64; zero for a tree without elements.
+        0-d float64; zero for a tree without elements.
+
+    Raises:
+        ValueError: if ``grads`` is an iterator or ``norm_type`` is not positive.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0, 4.0]), "unused": None})
-        tensor(5.)
+        tensor(5., dtype=torch.float64)
     """
-    tensors = [_values(leaf) for _, leaf in leaves_with_paths(grads)]
+    _refuse_iterator(grads)
+    _positive(norm_type=norm_type)
+    tensors = [_values(leaf) for leaf in leaves(grads)]
     tensors = [leaf for leaf in tensors if leaf.numel()]
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     norms = torch.stack([_leaf_norm(leaf, norm_type).to(tensors[0].device) for leaf in tensors])
-    wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in tensors)
-    return _scaled_norm(norms, norm_type).to(torch.float64 if wide else torch.float32)
+    return _scaled_norm(norms, norm_type)
 
 
 def _values(leaf: Tensor) -> Tensor:
@@ -148,10 +161,13 @@ def _values(leaf: Tensor) -> Tensor:
     return leaf.coalesce().values() if leaf.layout == torch.sparse_coo else leaf
 
 
+_UNSCALED = 6.0  # up to this p, a power of any float32 number stays within float64
+
+
 def _leaf_norm(leaf: Tensor, norm_type: float) -> Tensor:
-    if leaf.dtype in (torch.float64, torch.complex128):
-        return _scaled_norm(leaf.abs(), norm_type)
     wide = torch.complex128 if leaf.is_complex() else torch.float64
+    if leaf.dtype == wide or norm_type > _UNSCALED:
+        return _scaled_norm(leaf.to(wide).abs(), norm_type)
     norm: Tensor = torch.linalg.vector_norm(leaf, norm_type, dtype=wide)
     return norm
 
@@ -181,23 +197,33 @@ def clip_by_norm(
         norm: the norm, where it is known already.
 
     Returns:
-        The scaled tree (same structure, shapes, dtypes) and the norm before scaling, 0-d.
+        The scaled tree (same structure, shapes, dtypes) and the norm before scaling, 0-d float64.
+
+    Raises:
+        ValueError: if ``grads`` is an iterator, or a number is not positive.
 
     Example:
         >>> clip_by_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)[1]
-        tensor(5.)
+        tensor(5., dtype=torch.float64)
     """
+    _positive(max_norm=max_norm, norm_type=norm_type)
     norm = global_norm(grads, norm_type) if norm is None else norm
     # In float64, so that the factor is rounded once, to the leaf's own dtype.
-    factor = (max_norm / (norm.to(torch.float64) + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
     return map_leaves(lambda leaf: _scale(leaf, factor), grads), norm
 
 
+_TINY = 2.0**-100
+
+
 def _scale(leaf: Tensor, factor: Tensor) -> Tensor:
-    real = leaf.to(torch.float32) if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
-    dtype = real.dtype.to_real() if real.is_complex() else real.dtype
-    return (real * factor.to(device=leaf.device, dtype=dtype)).to(leaf.dtype)
+    """``leaf * factor``, a factor too small for the leaf's dtype applied in two parts (the second a power of two)."""
+    wide = widen(leaf)
+    dtype = wide.dtype.to_real() if wide.is_complex() else wide.dtype
+    rest = torch.where(factor < _TINY, _TINY, 1.0).to(torch.float64)
+    first, second = ((x.to(device=leaf.device, dtype=dtype)) for x in (factor / rest, rest))
+    return (wide * first * second).to(leaf.dtype)
 
 
 def clip_by_value(grads: Tree, max_value: float) -> Tree:
@@ -207,20 +233,32 @@ def clip_by_value(grads: Tree, max_value: float) -> Tree:
         grads: tree of tensors.
         max_value: positive.
 
+    Raises:
+        ValueError: if ``grads`` is an iterator or ``max_value`` is not positive.
+
     Example:
         >>> clip_by_value({"w": torch.tensor([3.0, -0.5])}, 1.0)
         {'w': tensor([ 1.0000, -0.5000])}
     """
+    _refuse_iterator(grads)
+    _positive(max_value=max_value)
+    return map_leaves(lambda leaf: _clamp(leaf, max_value), grads)
 
-    def clamp(leaf: Tensor) -> Tensor:
-        if leaf.layout == torch.sparse_coo:
-            whole = leaf.coalesce()
-            return torch.sparse_coo_tensor(whole.indices(), clamp(whole.values()), whole.shape, is_coalesced=True)
-        if leaf.is_complex():
-            return torch.view_as_complex(torch.view_as_real(leaf).clamp(-max_value, max_value))
-        return leaf.clamp(-max_value, max_value)
 
-    return map_leaves(clamp, grads)
+def _clamp(leaf: Tensor, bound: float) -> Tensor:
+    if leaf.layout == torch.sparse_coo:
+        whole = leaf.coalesce()
+        values = _clamp(whole.values(), bound)
+        return torch.sparse_coo_tensor(whole.indices(), values, whole.shape, is_coalesced=True, check_invariants=False)
+    if leaf.is_complex():
+        return torch.view_as_complex(torch.view_as_real(leaf).clamp(-bound, bound))
+    return leaf.clamp(-bound, bound)
+
+
+def _select(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    if one.layout == torch.sparse_coo:  # eager only: there is no where for sparse tensors
+        return one if bool(condition) else other
+    return torch.where(condition, one, other)
 
 
 def first_nonfinite(tree: Tree, root: str = "grads") -> str | None:
@@ -244,4 +282,5 @@ def _raise_nonfinite(grads: Tree, norm: Tensor) -> None:
         )
     if not bool(torch.isfinite(norm)):
         path = first_nonfinite(grads)
-        raise FloatingPointError(f"the gradient norm is {float(norm)}: the first leaf that is not finite is {path}")
+        reason = "its sum overflows float64" if path is None else f"the first leaf that is not finite is {path}"
+        raise FloatingPointError(f"the gradient norm is {float(norm)}: {reason}")

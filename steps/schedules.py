@@ -116,7 +116,7 @@ class _Linear:
 
     def __call__(self, count: Tensor) -> Tensor:
         share = (_real(count) / self.steps).clamp(0.0, 1.0)
-        return self.start + (self.end - self.start) * share
+        return self.start * (1.0 - share) + self.end * share  # exact at both ends
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -147,7 +147,8 @@ class _Cosine:
 
     def __call__(self, count: Tensor) -> Tensor:
         share = (_real(count) / self.total).clamp(0.0, 1.0)
-        return self.floor + (self.peak - self.floor) * (1.0 + torch.cos(math.pi * share)) / 2.0
+        height = (1.0 + torch.cos(math.pi * share)) / 2.0
+        return self.peak * height + self.floor * (1.0 - height)  # exact at both ends
 
 
 def cosine(peak: float, total: int, floor: float = 0.0) -> Schedule:

@@ -49,6 +49,7 @@ def sgd(
         maximize: climb instead.
 
     Raises:
+        TypeError: if ``momentum`` or ``dampening`` is a tensor or a schedule.
         ValueError: if a number is out of range, or ``nesterov`` is given without momentum or with dampening.
 
     Example:
@@ -62,8 +63,10 @@ def sgd(
         Sutskever et al., On the importance of initialization and momentum in deep learning, 2013.
     """
     own = {"lr": check_hyper("lr", lr, low=float("-inf")), "weight_decay": check_hyper("weight_decay", weight_decay)}
-    check_hyper("momentum", momentum, high=1.0)
-    check_hyper("dampening", dampening, low=float("-inf"))
+    for name, value, low in (("momentum", momentum, 0.0), ("dampening", dampening, float("-inf"))):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number: it decides what state is kept; got {value!r}")
+        check_hyper(name, value, low=low, high=1.0)
     if nesterov and (momentum == 0.0 or dampening != 0.0):
         raise ValueError(f"nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}")
     decays = not (isinstance(weight_decay, (int, float)) and weight_decay == 0.0)
@@ -89,6 +92,7 @@ def sgd(
 
         def heavy(grad: Tensor, param: Tensor, trace: Tensor) -> tuple[Tensor, Tensor]:
             d = direction(grad, param)
+            d = d if d.layout == torch.strided else d.to_dense()  # the momentum is dense in any case
             moved = trace * momentum + d * (1.0 - dampening)
             trace = torch.where(opt_state.count == 0, d, moved) if dampening else moved
             ahead = d + trace * momentum if nesterov else trace

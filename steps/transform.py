@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..state.errors import StateError
 from ..state.sums import widen
-from ..state.tree import Tree, fill, leaves, leaves_with_paths, map_leaves, map_leaves_to
+from ..state.tree import Tree, difference, fill, flatten, leaves, map_leaves, map_leaves_to
 
 __all__ = ["ChainState", "Transformation", "apply_updates", "chain", "moments_like", "update_leaves", "zero_count"]
 
@@ -148,22 +148,25 @@ def update_leaves(rule: LeafRule, grads: Tree, params: Tree, *moments: Tree, spa
         after = [new.to(old.dtype) for new, old in zip(after, real[2:], strict=True)]
         return tuple(_back(x, param) for x in (update, *after))
 
-    try:
-        for moment in moments:
-            _refuse_unkept(grads, moment)
-        out = map_leaves_to(1 + len(moments), on_leaf, grads, params, *moments)
-    except ValueError as error:
-        raise StateError(
-            f"the optimizer's state does not fit the params; make the state with ps.init(model, step): {error}"
-        ) from error
+    for like, what in ((params, "param"), *((moment, "moment") for moment in moments)):
+        _refuse_misfit(grads, like, what)
+    out = map_leaves_to(1 + len(moments), on_leaf, grads, params, *moments)
     return (out[0], *(fill(new, old) for new, old in zip(out[1:], moments, strict=True)))
 
 
-def _refuse_unkept(grads: Tree, moments: Tree) -> None:
-    kept = {path for path, _ in leaves_with_paths(moments, "params")}
-    missing = [path for path, _ in leaves_with_paths(grads, "params") if path not in kept]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} has a gradient but no moments")
+def _refuse_misfit(grads: Tree, like: Tree, what: str) -> None:
+    """Each gradient needs a param and its moments, of its own shape: nothing is broadcast or left out in silence."""
+    values, treedef = flatten(grads, none_is_leaf=True)
+    others, other_def = flatten(like, none_is_leaf=True)
+    problem = None
+    if treedef != other_def:
+        problem = f"their structures differ: {difference(like, grads, 'params') or f'{other_def} and {treedef}'}"
+    for index, (grad, other) in enumerate(zip(values, others, strict=False)):
+        if problem is None and grad is not None and (other is None or other.shape != grad.shape):
+            path, found = treedef.accessors()[index].codify("params"), None if other is None else tuple(other.shape)
+            problem = f"{path} has a gradient of shape {tuple(grad.shape)} but a {what} of {found}"
+    if problem is not None:
+        raise StateError(f"gradients and {what}s do not fit, make the state with ps.init(model, step): {problem}")
 
 
 def _reals(tensor: Tensor) -> Tensor:

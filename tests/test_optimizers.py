@@ -40,9 +40,8 @@ def ident(value):
 
 
 def ours(name, case):
-    case = dict(case)
-    b1, b2 = case.pop("betas", (None, None))
-    return OURS[name](**case) if b1 is None else OURS[name](**case, b1=b1, b2=b2)
+    betas = dict(zip(("b1", "b2"), case.get("betas", ()), strict=False))
+    return OURS[name](**{key: value for key, value in case.items() if key != "betas"}, **betas)
 
 
 def random_tree(seed, dtype=torch.float64):
@@ -65,10 +64,11 @@ def run(tx, params, gradients, hyper=None):
     return seen, state
 
 
-def run_torch(name, case, params, gradients):
+def run_torch(name, case, params, gradients, rates=()):
     leaves = {key: torch.nn.Parameter(value.clone()) for key, value in params.items()}
     optimizer, seen = TORCHS[name](leaves.values(), foreach=False, **case), []
-    for grads in gradients:
+    for grads, lr in itertools.zip_longest(gradients, rates, fillvalue=case["lr"]):
+        optimizer.param_groups[0]["lr"] = lr
         for key, leaf in leaves.items():
             leaf.grad = None if grads[key] is None else grads[key].clone()
         optimizer.step()
@@ -113,15 +113,9 @@ def test_sgd_equals_torch_optim_with_absent_gradients(case):
 @pytest.mark.parametrize("name", OURS)
 def test_a_schedule_follows_the_count_of_updates(name):
     params, gradients = random_tree(0), [random_tree(seed) for seed in range(1, 7)]
-    leaves = {key: torch.nn.Parameter(value.clone()) for key, value in params.items()}
-    optimizer = TORCHS[name](leaves.values(), lr=1.0, foreach=False)
-    for n, grads in enumerate(gradients):
-        optimizer.param_groups[0]["lr"] = 0.5 - 0.1 * n
-        for key, leaf in leaves.items():
-            leaf.grad = grads[key]
-        optimizer.step()
     seen, _ = run(OURS[name](ps.linear(0.5, 0.0, 5)), params, gradients)
-    assert_within(seen[-1], {key: leaf.detach() for key, leaf in leaves.items()}, ulp=4)
+    wanted = run_torch(name, {"lr": 1.0}, params, gradients, rates=[0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert_within(seen[-1], wanted[-1], ulp=4)
 
 
 def test_without_b1_the_mean_is_the_gradient_itself():
@@ -142,10 +136,9 @@ def test_the_state_keeps_its_structure_shapes_and_dtypes(name, case, dtype):
 
 @pytest.fixture
 def bfloat16_by_default():
-    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     yield
-    torch.set_default_dtype(before)
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -166,9 +159,8 @@ def test_case_71_the_count_does_not_stop_at_256_in_bfloat16(decoupled):
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("lr", [torch.tensor(0.1, dtype=torch.float64), ps.constant_schedule(0.1), lambda count: 0.1])
 def test_a_rate_has_the_same_bits_in_every_form(name, lr):
-    params, gradients = random_tree(0), [random_tree(1), random_tree(2), random_tree(3)]
-    plain, other = run(OURS[name](0.1), params, gradients), run(OURS[name](lr), params, gradients)
-    assert differing(plain, other) == []
+    given = random_tree(0), [random_tree(1), random_tree(2), random_tree(3)]
+    assert differing(run(OURS[name](0.1), *given), run(OURS[name](lr), *given)) == []
 
 
 CASE_73 = {
@@ -192,20 +184,18 @@ def test_case_73_an_absent_gradient_is_not_a_zero_one(tx, zero, absent):
 @pytest.mark.parametrize(("name", "case"), SOME, ids=ident)
 def test_a_leaf_without_a_gradient_keeps_value_and_moments_bitwise(name, case):
     tx, params = ours(name, case), random_tree(0)
-    (first,), state = run(tx, params, [random_tree(1)])
-    updates, after = tx.update({**random_tree(2), "w": None}, state, first)
-    second = ps.apply_updates(first, updates)
-    changed = differing((first, state), (second, after))
-    assert not [path for path in changed if "'w'" in path]
-    assert [path for path in changed if "'scalar'" in path]
+    first, state = run(tx, params, [random_tree(1)])
+    updates, after = tx.update({**random_tree(2), "w": None}, state, first[0])
+    changed = " ".join(differing((first[0], state), (ps.apply_updates(first[0], updates), after)))
+    assert "'w'" not in changed
+    assert "'scalar'" in changed
     assert int(after.count) == 2
 
 
 @pytest.mark.parametrize(("name", "case"), SOME, ids=ident)
 def test_update_changes_nothing_it_is_given(name, case):
     tx, params, grads = ours(name, case), random_tree(0), random_tree(2)
-    _, state = run(tx, params, [random_tree(1)])
-    given = {"params": params, "grads": grads, "state": state}
+    given = params, grads, (state := run(tx, params, [random_tree(1)])[1])
     before = snapshot(given)
     ps.apply_updates(params, tx.update(grads, state, params)[0])
     assert differing(before, snapshot(given)) == []
@@ -215,12 +205,11 @@ def test_a_chain_is_the_composition_of_its_parts():
     first, second = ps.sgd(-0.5, momentum=0.9), ps.adam(0.1)
     tx, params = ps.chain(first, second), random_tree(0)
     whole, one, two = tx.init(params), first.init(params), second.init(params)
-    for seed in (1, 2, 3):
-        found, whole = tx.update(random_tree(seed), whole, params)
-        middle, one = first.update(random_tree(seed), one, params)
+    for grads in (random_tree(1), random_tree(2)):
+        found, whole = tx.update(grads, whole, params)
+        middle, one = first.update(grads, one, params)
         wanted, two = second.update(middle, two, params)
-        assert differing(found, wanted) == []
-        assert differing(whole.states, (one, two)) == []
+        assert differing((found, whole.states), (wanted, (one, two))) == []
 
 
 ADAM_VALUES = {"lr": 0.1, "b1": 0.5, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.3}
@@ -236,8 +225,7 @@ OVERRIDES = {
 def test_values_handed_to_update_replace_those_it_was_built_with(make, base, other):
     params, gradients = random_tree(0), [random_tree(1), random_tree(2)]
     hyper = {name: torch.tensor(value, dtype=torch.float64) for name, value in other.items()}
-    replaced, built = run(make(**base), params, gradients, hyper), run(make(**other), params, gradients)
-    assert differing(replaced, built) == []
+    assert differing(run(make(**base), params, gradients, hyper), run(make(**other), params, gradients)) == []
     with pytest.raises(ValueError, match=r"no hyperparameter beta.*lr"):
         run(make(**base), params, gradients, {"beta": torch.tensor(0.1)})
 
@@ -252,12 +240,11 @@ def test_case_30_moments_follow_the_name_not_the_position(tx, kind):
     params, turned = kind((n, value[n]) for n in names), kind((n, value[n]) for n in reversed(names))
     _, state = run(tx, params, [params, params])
     wanted, _ = tx.update(params, state, params)
-    try:
-        found, _ = tx.update(turned, state, turned)
-    except ps.StateError:
-        assert kind is OrderedDict  # an ordered tree of another order is another tree: refused, never mixed up
+    if kind is OrderedDict:  # an ordered tree of another order is another tree: refused, never mixed up
+        with pytest.raises(ps.StateError):
+            tx.update(turned, state, turned)
     else:
-        assert [torch.equal(found[n], wanted[n]) for n in names] == [True, True]
+        assert differing(tx.update(turned, state, turned)[0], wanted) == []
 
 
 FOREIGN = {
@@ -276,7 +263,8 @@ def test_a_state_that_does_not_fit_is_refused_naming_the_leaf(tx, held, name):
         tx.update(params, tx.init({key: torch.ones(shape) for key, shape in held.items()}), params)
 
 
-BAD_SGD = {"momentum": (-0.1, 1.1), "dampening": (math.nan,), "nesterov": (True,)}
+FALLS = ps.linear(0.9, 0.5, 5)  # no schedule of what sgd takes as a number
+BAD_SGD = {"momentum": (-0.1, 1.1, FALLS), "dampening": (math.nan, FALLS), "nesterov": (True,)}
 BAD_ADAM = {"b1": (1, 1.0, -0.1, 1.5, math.nan), "b2": (1.0, -0.1), "eps": (-1e-8, math.nan)}
 BAD_ALL = {"lr": (math.nan, math.inf, -math.inf, "0.1", True), "weight_decay": (-0.1, math.inf, None)}
 TABLE = {"sgd": BAD_SGD | BAD_ALL, "adam": BAD_ADAM | BAD_ALL, "adamw": BAD_ADAM | BAD_ALL}
@@ -289,19 +277,11 @@ def test_bad_options_are_refused_by_name(which, name, value):
         OURS[which](**{"lr": 0.1, name: value})
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.0}], ids=str)
-def test_nesterov_is_refused_with_dampening_or_without_momentum(options):
+def test_combinations_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match="nesterov needs"):
-        ps.sgd(0.1, nesterov=True, **options)
-
-
-@pytest.mark.parametrize("name", ["momentum", "dampening"])
-def test_sgd_refuses_a_schedule_where_it_takes_a_number(name):
-    with pytest.raises((TypeError, ValueError), match=name):
-        ps.sgd(0.1, **{"momentum": 0.9, name: ps.linear(0.9, 0.5, 5)})
-
-
-def test_an_empty_chain_is_refused():
+        ps.sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)
+    with pytest.raises(ValueError, match="nesterov needs"):
+        ps.sgd(0.1, nesterov=True)
     with pytest.raises(ValueError, match="chain"):
         ps.chain()
 
@@ -325,6 +305,5 @@ def test_sgd_takes_sparse_gradients_as_their_dense_equals(options):
 
 @pytest.mark.parametrize("make", [ps.adam, ps.adamw])
 def test_adam_refuses_sparse_gradients(make):
-    params, tx = {"w": torch.ones(5, 2, dtype=torch.float64)}, make()
     with pytest.raises(ps.StateError, match="sparse"):
-        tx.update({"w": sparse_rows(0)}, tx.init(params), params)
+        run(make(), torch.ones(5, 2, dtype=torch.float64), [sparse_rows(0)])
