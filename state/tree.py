@@ -85,7 +85,7 @@ def flatten(tree: Tree, *, none_is_leaf: bool = False) -> tuple[list[Any], TreeD
         >>> values
         [1, 2]
         >>> unflatten(treedef, [10, 20])
-        {'a': (10, None), 'b': 20}
+        {'b': 20, 'a': (10, None)}
     """
     while True:
         values, treedef = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
@@ -130,7 +130,7 @@ def map_leaves(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Example:
         >>> map_leaves(lambda g, p: g + p, {"w": 1, "frozen": None}, {"w": 10, "frozen": 20})
-        {'frozen': None, 'w': 11}
+        {'w': 11, 'frozen': None}
     """
 
     def present(*values: Any) -> Any:
@@ -160,7 +160,7 @@ def fill(tree: Tree, default: Tree) -> Tree:
 
     Example:
         >>> fill({"w": 1, "frozen": None}, {"w": 10, "frozen": 20})
-        {'frozen': 20, 'w': 1}
+        {'w': 1, 'frozen': 20}
     """
     values, treedef = flatten(tree, none_is_leaf=True)
     pairs = zip(values, _aligned(default, treedef), strict=True)

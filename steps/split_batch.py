@@ -76,6 +76,7 @@ def rows(batch: Any) -> int:
         BatchError: naming the leaves that disagree, or saying that nothing has rows.
 
     Example:
+        >>> import torch
         >>> rows((torch.zeros(3, 2), torch.zeros(3), 0.5))
         3
     """

@@ -101,8 +101,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, rounded once to each leaf's dtype; a leaf without an update is kept.
 
     Example:
-        >>> apply_updates({"w": torch.tensor(1.0), "frozen": torch.tensor(2.0)}, {"w": torch.tensor(-0.5), "frozen": None})
-        {'frozen': tensor(2.), 'w': tensor(0.5000)}
+        >>> params = {"w": torch.tensor(1.0), "frozen": torch.tensor(2.0)}
+        >>> apply_updates(params, {"w": torch.tensor(-0.5), "frozen": None})
+        {'w': tensor(0.5000), 'frozen': tensor(2.)}
     """
     return fill(map_leaves(lambda p, u: (widen(p) + u).to(p.dtype), params, updates), params)
 
