@@ -141,8 +141,10 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _dtype(given: dict[str, Any], default: torch.dtype | None = None) -> torch.dtype:
-    like = given.get("self")
-    return given.get("dtype") or default or (like.dtype if isinstance(like, Tensor) else torch.get_default_dtype())
+    like, asked = given.get("self"), given.get("dtype")
+    if isinstance(asked, torch.dtype):  # a schema's own default is a bare number
+        return asked
+    return default or (like.dtype if isinstance(like, Tensor) else torch.get_default_dtype())
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, ...]:

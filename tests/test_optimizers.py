@@ -119,8 +119,7 @@ def test_a_schedule_follows_the_count_of_updates(name):
 
 
 def test_without_b1_the_mean_is_the_gradient_itself():
-    tx, param = ps.adam(b1=0.0), torch.tensor(0.0)
-    _, state = run(tx, param, [torch.tensor(1e8), torch.tensor(1.0)])
+    _, state = run(ps.adam(b1=0.0), torch.tensor(0.0), [torch.tensor(1e8), torch.tensor(1.0)])
     assert float(state.mu) == 1.0
 
 
@@ -186,9 +185,7 @@ def test_a_leaf_without_a_gradient_keeps_value_and_moments_bitwise(name, case):
     first, state = run(tx, params, [random_tree(1)])
     updates, after = tx.update({**random_tree(2), "w": None}, state, first[0])
     changed = " ".join(differing((first[0], state), (ps.apply_updates(first[0], updates), after)))
-    assert "'w'" not in changed
-    assert "'scalar'" in changed
-    assert int(after.count) == 2
+    assert ("'w'" in changed, "'scalar'" in changed, int(after.count)) == (False, True, 2)
 
 
 @pytest.mark.parametrize(("name", "case"), SOME, ids=ident)
@@ -256,12 +253,14 @@ FOREIGN = {
 @both
 @pytest.mark.parametrize(("held", "name"), FOREIGN.values(), ids=FOREIGN)
 def test_a_state_that_does_not_fit_is_refused_naming_the_leaf(tx, held, name):
-    params = {"w": torch.ones(3), "v": torch.ones(2)}
+    params, foreign = (
+        {key: torch.ones(shape) for key, shape in tree.items()} for tree in ({"w": (3,), "v": (2,)}, held)
+    )
     with pytest.raises(ps.StateError, match=name):
-        tx.update(params, tx.init({key: torch.ones(shape) for key, shape in held.items()}), params)
+        tx.update(params, tx.init(foreign), params)
 
 
-FALLS = ps.linear(0.9, 0.5, 5)  # no schedule of what sgd takes as a number
+FALLS = ps.linear(0.9, 0.5, 5)
 BAD_SGD = {"momentum": (-0.1, 1.1, FALLS), "dampening": (math.nan, FALLS), "nesterov": (True,)}
 BAD_ADAM = {"b1": (1, 1.0, -0.1, 1.5, math.nan), "b2": (1.0, -0.1), "eps": (-1e-8, math.nan)}
 BAD_ALL = {"lr": (math.nan, math.inf, -math.inf, "0.1", True), "weight_decay": (-0.1, math.inf, None)}
@@ -292,13 +291,13 @@ HEAVY = [{"momentum": 0.9, **more} for more in (*PLAIN, {"dampening": 0.4}, {"ne
 
 @pytest.mark.parametrize("options", PLAIN + HEAVY, ids=str)
 def test_sgd_takes_sparse_gradients_as_their_dense_equals(options):
-    params, gradients = {"w": torch.ones(5, 2, dtype=torch.float64)}, [{"w": sparse_rows(seed)} for seed in range(3)]
-    found, _ = run(ps.sgd(0.1, **options), params, gradients)
-    wanted, _ = run(ps.sgd(0.1, **options), params, [{"w": g["w"].to_dense()} for g in gradients])
+    tx, params = ps.sgd(0.1, **options), {"w": torch.ones(5, 2, dtype=torch.float64)}
+    found, _ = run(tx, params, [{"w": sparse_rows(seed)} for seed in range(3)])
+    wanted, _ = run(tx, params, [{"w": sparse_rows(seed).to_dense()} for seed in range(3)])
     assert_within(found[-1], wanted[-1], ulp=4)
 
 
-@pytest.mark.parametrize("make", [ps.adam, ps.adamw])
-def test_adam_refuses_sparse_gradients(make):
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_refuses_sparse_gradients(name):
     with pytest.raises(ps.StateError, match="sparse"):
-        run(make(), torch.ones(5, 2, dtype=torch.float64), [sparse_rows(0)])
+        run(OURS[name](), torch.ones(5, 2, dtype=torch.float64), [sparse_rows(0)])
