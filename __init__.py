@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from .steps.clip import clip as clip
     from .steps.clip import clip_by_norm as clip_by_norm
     from .steps.clip import clip_by_value as clip_by_value
-    from .steps.clip import first_nonfinite as first_nonfinite
-    from .steps.clip import global_norm as global_norm
     from .steps.concern import concern as concern
     from .steps.forward import forward as forward
     from .steps.keyed_modules import KeyedDropout as KeyedDropout
     from .steps.keyed_modules import keyed_modules as keyed_modules
+    from .steps.norm import first_nonfinite as first_nonfinite
+    from .steps.norm import global_norm as global_norm
     from .steps.schedule import schedule as schedule
     from .steps.schedules import constant_schedule as constant_schedule
     from .steps.schedules import cosine as cosine
@@ -99,7 +99,8 @@ _HOMES = {
     "steps.accumulate": ("accumulate",),
     "steps.adam": ("adam", "adamw"),
     "steps.backward": ("backward",),
-    "steps.clip": ("clip", "clip_by_norm", "clip_by_value", "first_nonfinite", "global_norm"),
+    "steps.clip": ("clip", "clip_by_norm", "clip_by_value"),
+    "steps.norm": ("first_nonfinite", "global_norm"),
     "steps.concern": ("concern",),
     "steps.forward": ("forward",),
     "steps.keyed_modules": ("KeyedDropout", "keyed_modules"),

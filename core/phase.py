@@ -21,10 +21,10 @@ from ..state.sums import Loss, Sum, Sums
 from ..state.tree import Tree, difference, leaves, map_leaves
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
-from ..steps.clip import global_norm
 from ..steps.concern import Applied, Custom, Flow
 from ..steps.faults import WEIGHT
 from ..steps.forward import Forward
+from ..steps.norm import global_norm
 from ..steps.split_batch import SplitBatch, rows
 
 __all__ = ["RESERVED", "Phase"]

@@ -18,17 +18,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .philox import Words, halves, philox4x32
 from .torch_private import is_tracing
 
-__all__ = ["bernoulli", "bits", "fold_in", "normal", "philox4x32", "random_key", "split", "uniform"]
+__all__ = ["bernoulli", "bits", "fold_in", "normal", "random_key", "split", "uniform"]
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)  # less 2**32: see _multiply
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
 _FOLD = 1 << 31  # set in the counter's last word by fold_in, never by a draw: the two cannot meet
-
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def random_key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -55,39 +50,6 @@ def random_key(seed: int, *, device: torch.device | str | None = None) -> Tensor
         raise ValueError(f"seed must fit 64 bits, got {seed}")
     signed = seed - 2**64 if seed >= 2**63 else seed
     return torch.tensor([signed, 0], dtype=torch.int64, device=device or "cpu")
-
-
-def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Ten rounds of Philox: four words of counter and two of key to four random words.
-
-    Args:
-        counter: four int64 tensors holding unsigned 32-bit words, shapes that broadcast.
-        key: two of the same.
-
-    Returns:
-        Four int64 tensors of unsigned 32-bit words.
-    """
-    (x0, x1, x2, x3), (k0, k1) = counter, key
-    for turn in range(_ROUNDS):
-        (high0, low0), (high1, low1) = _multiply(x0, _MULTIPLIERS[0]), _multiply(x2, _MULTIPLIERS[1])
-        x0 = (high1 ^ x1 ^ (k0 + turn * _WEYL[0])) & _MASK
-        x2 = (high0 ^ x3 ^ (k1 + turn * _WEYL[1])) & _MASK
-        x1, x3 = low1, low0
-    return x0, x1 & _MASK, x2, x3 & _MASK
-
-
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High word of ``word * (factor + 2**32)``, and a number whose low 32 bits are its low word.
-
-    The plain product of two words overflows int64, which compiled C++ leaves undefined (seen: other bits). With the factor
-    less 2**32, of magnitude below 2**30, nothing overflows, and adding the word to the high half makes up for it.
-    """
-    product = word * factor
-    return (product >> 32) + word, product
-
-
-def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    return value & _MASK, (value >> 32) & _MASK
 
 
 def _check_key(key: Tensor) -> None:
@@ -122,8 +84,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         if not 0 <= data < 2**62:
             raise ValueError(f"data must be a non-negative integer below 2**62, got {data}")
         data = torch.full((), data, dtype=torch.int64, device=key.device)
-    low, high = _halves(data.to(torch.int64))
-    words = philox4x32((*_halves(key[1]), low, high | _FOLD), _halves(key[0]))
+    low, high = halves(data.to(torch.int64))
+    words = philox4x32((*halves(key[1]), low, high | _FOLD), halves(key[0]))
     # The offset keeps 62 bits: a stream can be read on from it without overflow.
     return torch.stack([words[0] | (words[1] << 32), (words[2] | (words[3] << 32)) & (2**62 - 1)], dim=-1)
 
@@ -149,7 +111,7 @@ def split(key: Tensor, count: int = 2) -> Tensor:
 def _words(key: Tensor, blocks: Tensor, stream: int) -> Words:
     """The four words of each of these blocks of a key's stream."""
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
-    return philox4x32((*_halves(key[1] + blocks), zero + stream, zero), _halves(key[0]))
+    return philox4x32((*halves(key[1] + blocks), zero + stream, zero), halves(key[0]))
 
 
 def _lanes(key: Tensor, count: int, stream: int, lanes: int, join: Callable[[Words], tuple[Tensor, ...]]) -> Tensor:

@@ -10,8 +10,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from .errors import DonatedError, StateError
+from .errors import DonatedError
 from .layout import Layout
+from .records import Record, set_fields
 from .tree import Tree, TreeDef, flatten, leaves, map_leaves, register, unflatten
 from .window import RunningWindow
 
@@ -37,11 +38,7 @@ class Counters:
     epochs: Tensor
 
     def __init__(self, updates: Tensor, batches: Tensor, samples: Tensor, skips: Tensor, epochs: Tensor) -> None:
-        object.__setattr__(self, "updates", updates)
-        object.__setattr__(self, "batches", batches)
-        object.__setattr__(self, "samples", samples)
-        object.__setattr__(self, "skips", skips)
-        object.__setattr__(self, "epochs", epochs)
+        set_fields(self, updates=updates, batches=batches, samples=samples, skips=skips, epochs=epochs)
 
     @classmethod
     def zero(cls, device: torch.device | str | None = None) -> Counters:
@@ -55,7 +52,7 @@ class Counters:
 
 
 @attrs.frozen(init=False, eq=False, repr=False, slots=False)
-class TrainState:
+class TrainState(Record):
     """Everything that training changes, in one record; made by ``init``, never changed in place.
 
     A record that a compiled step returned keeps its leaves flat until a field is read, so that a loop which only hands
@@ -95,25 +92,25 @@ class TrainState:
         slots: dict[str, Tree],
         layout: Layout,
     ) -> None:
-        object.__setattr__(self, "params", params)
-        object.__setattr__(self, "buffers", buffers)
-        object.__setattr__(self, "opt_state", opt_state)
-        object.__setattr__(self, "counters", counters)
-        object.__setattr__(self, "window", window)
-        object.__setattr__(self, "key", key)
-        object.__setattr__(self, "slots", slots)
-        object.__setattr__(self, "layout", layout)
+        set_fields(
+            self,
+            params=params,
+            buffers=buffers,
+            opt_state=opt_state,
+            counters=counters,
+            window=window,
+            key=key,
+            slots=slots,
+            layout=layout,
+        )
 
     def replace(self, **changes: Any) -> TrainState:
-        """A new record with some fields changed.
+        """A new record with some fields changed; it shares the other fields' tensors with this one.
 
         Raises:
-            StateError: if a name is not a field.
+            TypeError: naming a field that does not exist.
         """
-        unknown = [name for name in changes if name not in _FIELDS]
-        if unknown:
-            raise StateError(f"TrainState has no field {', '.join(unknown)}; it has {', '.join(_FIELDS)}")
-        new = TrainState(**{name: changes[name] if name in changes else getattr(self, name) for name in _FIELDS})
+        new = super().replace(**changes)
         if not torch.compiler.is_dynamo_compiling():
             _relate(self, new)
         return new

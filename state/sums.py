@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import LossError
+from .records import Record, set_fields
 from .tree import Tree, register
 
 __all__ = ["Loss", "Sum", "Sums", "widen"]
@@ -68,8 +69,7 @@ class Sum:
         beside = next((x for x in (total, weight) if isinstance(x, Tensor)), torch.empty(0))
         if not isinstance(total, Tensor):
             total = torch.full((), float(total), dtype=torch.float32, device=beside.device)
-        object.__setattr__(self, "total", widen(total.detach()))
-        object.__setattr__(self, "weight", _scalar(weight, beside))
+        set_fields(self, total=widen(total.detach()), weight=_scalar(weight, beside))
 
     def mean(self) -> Tensor:
         """``total / weight``: NaN where the weight is zero. Integers are divided as float32."""
@@ -129,11 +129,14 @@ class Loss:
         for name, metric in (metrics or {}).items():
             if not isinstance(metric, Sum):
                 raise LossError(f"Loss: metrics[{name!r}] must be ps.Sum(total, weight), got {type(metric).__name__}")
-        object.__setattr__(self, "total", total)
-        object.__setattr__(self, "weight", _scalar(_as_weight(weight, "Loss"), total))
-        object.__setattr__(self, "metrics", dict(metrics or {}))
-        object.__setattr__(self, "carry", carry)
-        object.__setattr__(self, "buffers", buffers)
+        set_fields(
+            self,
+            total=total,
+            weight=_scalar(_as_weight(weight, "Loss"), total),
+            metrics=dict(metrics or {}),
+            carry=carry,
+            buffers=buffers,
+        )
 
     def mean(self) -> Tensor:
         """``total / weight``, detached."""
@@ -141,7 +144,7 @@ class Loss:
 
 
 @attrs.frozen(init=False, eq=False, slots=False)
-class Sums:
+class Sums(Record):
     """What one or many microbatches add up to; adding two of them leaf by leaf is the whole of a reduction.
 
     Attributes:
@@ -169,21 +172,7 @@ class Sums:
         buffers: dict[str, Tensor],
         samples: Tensor,
     ) -> None:
-        object.__setattr__(self, "grads", grads)
-        object.__setattr__(self, "loss", loss)
-        object.__setattr__(self, "weight", weight)
-        object.__setattr__(self, "metrics", metrics)
-        object.__setattr__(self, "buffers", buffers)
-        object.__setattr__(self, "samples", samples)
-
-    def replace(self, **changes: Any) -> Sums:
-        """A copy with some fields changed.
-
-        Raises:
-            TypeError: if a name is not a field.
-        """
-        kept = {field.name: getattr(self, field.name) for field in attrs.fields(Sums)}
-        return Sums(**{**kept, **changes})
+        set_fields(self, grads=grads, loss=loss, weight=weight, metrics=metrics, buffers=buffers, samples=samples)
 
 
 for _record in (Sum, Loss, Sums):

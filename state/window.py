@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from .records import set_fields
 from .tree import register
 
 __all__ = ["RunningWindow"]
@@ -31,8 +32,7 @@ class RunningWindow:
     count: Tensor
 
     def __init__(self, values: Tensor, count: Tensor) -> None:
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "count", count)
+        set_fields(self, values=values, count=count)
 
     @classmethod
     def empty(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import attrs
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..state.sums import widen
 from ..state.torch_private import is_tracing
-from ..state.tree import Tree, fill, flatten, leaves, leaves_with_paths, map_leaves, unflatten
+from ..state.tree import Tree, fill, flatten, map_leaves, unflatten
 from .concern import Flow, Stateless
+from .norm import check_positive, first_nonfinite, global_norm, refuse_iterator
 
-__all__ = ["Clip", "clip", "clip_by_norm", "clip_by_value", "first_nonfinite", "global_norm"]
+__all__ = ["Clip", "clip", "clip_by_norm", "clip_by_value"]
 
 NonFinite = Literal["skip", "keep", "raise"]
 
@@ -58,23 +59,10 @@ def clip(
     """
     if (max_norm is None) == (max_value is None):
         raise ValueError(f"give either max_norm or max_value, got max_norm={max_norm!r} and max_value={max_value!r}")
-    _positive(max_norm=max_norm, max_value=max_value, norm_type=norm_type)
+    check_positive(max_norm=max_norm, max_value=max_value, norm_type=norm_type)
     if nonfinite not in ("skip", "keep", "raise"):
         raise ValueError(f'nonfinite must be "skip", "keep" or "raise", got {nonfinite!r}')
     return Clip(max_norm, max_value, float(norm_type), nonfinite, where)
-
-
-def _positive(**bounds: float | Tensor | None) -> None:
-    for name, bound in bounds.items():
-        if bound is None or isinstance(bound, Tensor):
-            continue
-        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0:
-            raise ValueError(f"{name} must be a positive number, got {bound!r}; leave the concern out for no clipping")
-
-
-def _refuse_iterator(grads: Tree) -> None:
-    if isinstance(grads, Iterator):
-        raise ValueError("grads must be a tree of tensors, got an iterator, which can be read only once")
 
 
 @attrs.frozen
@@ -97,7 +85,7 @@ class Clip(Stateless):
             ValueError: if ``grads`` is an iterator.
             FloatingPointError: with ``nonfinite="raise"``, naming the first leaf that is not finite.
         """
-        _refuse_iterator(grads)
+        refuse_iterator(grads)
         chosen = self._chosen(grads)
         norm = global_norm(chosen, self.norm_type)
         if self.nonfinite == "raise":
@@ -126,63 +114,6 @@ class Clip(Stateless):
         )
 
 
-def global_norm(grads: Tree, norm_type: float = 2.0) -> Tensor:
-    r"""The p-norm over all leaves together, without overflow: :math:`m \, (\sum |g_i / m|^p)^{1/p}`.
-
-    Leaves of up to 32 bits are summed in float64, where no square of a float32 overflows; float64 leaves, and any for a
-    large p, are scaled by their largest absolute value m first.
-
-    Args:
-        grads: tree of floating or complex tensors, dense or sparse; ``None`` and empty leaves count as nothing.
-        norm_type: p, > 0, or ``math.inf``.
-
-    Returns:
-        0-d float64; zero for a tree without elements.
-
-    Raises:
-        ValueError: if ``grads`` is an iterator or ``norm_type`` is not positive.
-
-    Example:
-        >>> global_norm({"w": torch.tensor([3.0, 4.0]), "unused": None})
-        tensor(5., dtype=torch.float64)
-    """
-    _refuse_iterator(grads)
-    _positive(norm_type=norm_type)
-    tensors = [_values(leaf) for leaf in leaves(grads)]
-    tensors = [leaf for leaf in tensors if leaf.numel()]
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack([_leaf_norm(leaf, norm_type).to(tensors[0].device) for leaf in tensors])
-    return _scaled_norm(norms, norm_type)
-
-
-def _values(leaf: Tensor) -> Tensor:
-    """The elements of a sparse gradient with its repeated rows added up."""
-    return leaf.coalesce().values() if leaf.layout == torch.sparse_coo else leaf
-
-
-_UNSCALED = 6.0  # up to this p, a power of any float32 number stays within float64
-
-
-def _leaf_norm(leaf: Tensor, norm_type: float) -> Tensor:
-    wide = torch.complex128 if leaf.is_complex() else torch.float64
-    if leaf.dtype == wide or norm_type > _UNSCALED:
-        return _scaled_norm(leaf.to(wide).abs(), norm_type)
-    norm: Tensor = torch.linalg.vector_norm(leaf, norm_type, dtype=wide)
-    return norm
-
-
-def _scaled_norm(sizes: Tensor, norm_type: float) -> Tensor:
-    """The norm of non-negative numbers: scaled by the largest, so that no power over- or underflows."""
-    largest = sizes.max()
-    if math.isinf(norm_type):
-        return largest
-    usable = torch.isfinite(largest) & (largest > 0)
-    scale = torch.where(usable, largest, torch.ones_like(largest))
-    norm: Tensor = torch.linalg.vector_norm(sizes / scale, norm_type) * scale
-    return norm
-
-
 def clip_by_norm(
     grads: Tree, max_norm: float | Tensor, *, norm_type: float = 2.0, norm: Tensor | None = None
 ) -> tuple[Tree, Tensor]:
@@ -206,7 +137,7 @@ def clip_by_norm(
         >>> clip_by_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)[1]
         tensor(5., dtype=torch.float64)
     """
-    _positive(max_norm=max_norm, norm_type=norm_type)
+    check_positive(max_norm=max_norm, norm_type=norm_type)
     norm = global_norm(grads, norm_type) if norm is None else norm
     # In float64, so that the factor is rounded once, to the leaf's own dtype.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -240,8 +171,8 @@ def clip_by_value(grads: Tree, max_value: float) -> Tree:
         >>> clip_by_value({"w": torch.tensor([3.0, -0.5])}, 1.0)
         {'w': tensor([ 1.0000, -0.5000])}
     """
-    _refuse_iterator(grads)
-    _positive(max_value=max_value)
+    refuse_iterator(grads)
+    check_positive(max_value=max_value)
     return map_leaves(lambda leaf: _clamp(leaf, max_value), grads)
 
 
@@ -259,19 +190,6 @@ def _select(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
     if one.layout == torch.sparse_coo:  # eager only: there is no where for sparse tensors
         return one if bool(condition) else other
     return torch.where(condition, one, other)
-
-
-def first_nonfinite(tree: Tree, root: str = "grads") -> str | None:
-    """The path of the first leaf with an element that is not finite; ``None`` if there is none. Reads values.
-
-    Example:
-        >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
-        "grads['b']"
-    """
-    for path, leaf in leaves_with_paths(tree, root):
-        if not bool(torch.isfinite(_values(leaf)).all()):
-            return path
-    return None
 
 
 def _raise_nonfinite(grads: Tree, norm: Tensor) -> None:

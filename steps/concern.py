@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..state.key import fold_in
 from ..state.record import TrainState
+from ..state.records import Record, set_fields
 from ..state.tree import Tree
 from .random_ops import keyed
 
@@ -29,7 +30,7 @@ KINDS = ("batch", "microbatch", "loss", "sums", "grads", "state")
 
 
 @attrs.frozen(init=False, eq=False, slots=False)
-class Flow:
+class Flow(Record):
     """What flows right of ``accumulate``.
 
     Attributes:
@@ -63,19 +64,17 @@ class Flow:
         slots: dict[str, Tree],
         key: Tensor,
     ) -> None:
-        object.__setattr__(self, "value", value)
-        object.__setattr__(self, "state", state)
-        object.__setattr__(self, "ok", ok)
-        object.__setattr__(self, "fault", fault)
-        object.__setattr__(self, "metrics", metrics)
-        object.__setattr__(self, "hyper", hyper)
-        object.__setattr__(self, "slots", slots)
-        object.__setattr__(self, "key", key)
-
-    def replace(self, **changes: Any) -> Flow:
-        """A copy with some fields changed."""
-        kept = {field.name: getattr(self, field.name) for field in attrs.fields(Flow)}
-        return Flow(**{**kept, **changes})
+        set_fields(
+            self,
+            value=value,
+            state=state,
+            ok=ok,
+            fault=fault,
+            metrics=metrics,
+            hyper=hyper,
+            slots=slots,
+            key=key,
+        )
 
 
 @runtime_checkable

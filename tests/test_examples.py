@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401 (it sets variables of the environment when first imported: here, not in a test)
 import torch
 
 import purestep as ps

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 
 import purestep as ps
-from purestep.state.key import bits, philox4x32
+from purestep.state.key import bits
+from purestep.state.philox import philox4x32
 from purestep.state.torch_private import fake_mode, fake_of, trace
 
 from .strategies import seeds
