@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from . import devices as devices
     from .core.compose import Step as Step
     from .core.compose import compose as compose
-    from .core.constants import constant as constant
     from .core.device import Device as Device
     from .core.init import init as init
     from .core.jit import Jitted as Jitted
     from .core.jit import jit as jit
+    from .state.constants import constant as constant
     from .state.errors import BatchError as BatchError
     from .state.errors import CompileError as CompileError
     from .state.errors import ComposeError as ComposeError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .state.errors import LossError as LossError
     from .state.errors import NumericsError as NumericsError
     from .state.errors import PurestepError as PurestepError
+    from .state.errors import PurityError as PurityError
     from .state.errors import RandomOpError as RandomOpError
     from .state.errors import StateError as StateError
     from .state.errors import TraceError as TraceError
@@ -74,10 +75,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "core.compose": ("Step", "compose"),
-    "core.constants": ("constant",),
     "core.device": ("Device",),
     "core.init": ("init",),
     "core.jit": ("Jitted", "jit"),
+    "state.constants": ("constant",),
     "state.errors": (
         "BatchError",
         "CompileError",
@@ -86,6 +87,7 @@ _HOMES = {
         "LossError",
         "NumericsError",
         "PurestepError",
+        "PurityError",
         "RandomOpError",
         "StateError",
         "TraceError",

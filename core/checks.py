@@ -14,7 +14,7 @@ from ..state.tree import difference, leaves, leaves_with_paths
 if TYPE_CHECKING:
     from .compose import Step
 
-__all__ = ["check_batch", "check_params", "check_result", "check_state"]
+__all__ = ["check_batch", "check_params", "check_result", "check_state", "refuse_inference_mode"]
 
 _INIT = "make the state with ps.init(model, step)"
 
@@ -37,6 +37,11 @@ def check_state(step: Step, state: TrainState) -> None:
     for path, leaf in leaves_with_paths(state, "state"):
         if not isinstance(leaf, Tensor):
             raise StateError(f"{path} is {leaf!r}, a Python value, where a tensor is needed; {_INIT}")
+        if leaf.is_inference():
+            raise StateError(
+                f"{path} was made inside torch.inference_mode(), so no gradient can be taken of it; make the state outside, "
+                "or ps.copy_state(state) there"
+            )
         if leaf.requires_grad:
             raise StateError(f"{path} requires a gradient; a state holds plain tensors: detach it")
     for name, clock in (("updates", state.counters.updates), ("skips", state.counters.skips)):
@@ -45,6 +50,16 @@ def check_state(step: Step, state: TrainState) -> None:
                 f"state.counters.{name} must be 0-d int64, got {clock.dtype} of shape {tuple(clock.shape)}"
             )
     check_params(step, state.params, state.buffers)
+
+
+def refuse_inference_mode() -> None:
+    """Refuse to differentiate where torch cannot.
+
+    Raises:
+        StateError: inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise StateError("a step was called inside torch.inference_mode(), where torch records no gradient; leave it")
 
 
 def check_params(step: Step, params: Any, buffers: Any) -> None:
@@ -76,7 +91,8 @@ def check_batch(state: TrainState, batch: Any) -> None:
     """Refuse a batch that a step would misread.
 
     Raises:
-        BatchError: naming the leaf that requires a gradient or lies on another device than the params.
+        BatchError: naming the leaf that requires a gradient, was made in inference mode or lies on another device than the
+            params.
     """
     home = next((leaf.device for leaf in leaves(state.params)), state.key.device)
     for path, leaf in leaves_with_paths(batch, "batch"):
@@ -84,6 +100,10 @@ def check_batch(state: TrainState, batch: Any) -> None:
             continue
         if leaf.requires_grad:
             raise BatchError(f"{path} requires a gradient, which a step does not give; detach it")
+        if leaf.is_inference():
+            raise BatchError(
+                f"{path} was made inside torch.inference_mode() and cannot enter a gradient; clone it outside"
+            )
         if leaf.device != home:
             raise BatchError(f"{path} lies on {leaf.device}, the params on {home}; move it with .to({str(home)!r})")
 

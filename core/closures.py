@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..state.constants import is_constant
 from ..state.errors import TraceError
 from .compose import Step
-from .constants import is_constant
 
 __all__ = ["refuse_closed_over"]
 

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from ..state.errors import ComposeError
 from ..state.record import TrainState
+from ..state.tree import as_tensors
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.concern import KINDS, Concern, Custom
 from ..steps.faults import raise_fault
 from ..steps.forward import Forward
 from ..steps.keyed_modules import refuse_unkeyed
+from ..steps.schedule import ScheduleConcern
 from ..steps.split_batch import SplitBatch
-from .checks import check_batch, check_result, check_state
+from ..steps.step import OptimizerStep
+from .checks import check_batch, check_result, check_state, refuse_inference_mode
 from .device import Device
 from .phase import Phase
 
@@ -98,9 +101,17 @@ def _place(concerns: tuple[Any, ...]) -> list[Any]:
                 raise ComposeError(f"compose: two concerns declare a slot named {slot!r}; give one another name")
             names.add(slot)
         placed.append(concern)
+    _check_schedules(placed)
     if flows != "state":
         raise ComposeError(f"compose: {_missing(flows, 'state')} missing: the line ends with {flows}, not with a state")
     return placed
+
+
+def _check_schedules(placed: list[Any]) -> None:
+    ranges = next((c.optimizer.ranges for c in placed if isinstance(c, OptimizerStep)), None)
+    for concern in placed:
+        if ranges is not None and isinstance(concern, ScheduleConcern):
+            concern.check_for(ranges)
 
 
 def _own(fn: Any, flows: str, place: int) -> Custom:
@@ -178,7 +189,9 @@ class Step:
         if compiling:
             _refuse_unkeyed(self)
         else:
+            refuse_inference_mode()
             check_state(self, state)
+            batch = as_tensors(batch)
             check_batch(state, batch)
         with torch.no_grad():
             new, metrics = self.run(state, batch)
@@ -187,6 +200,12 @@ class Step:
             if metrics["fault"].device.type == "cpu":
                 raise_fault(metrics)
         return new, metrics
+
+    def apart(self) -> Step:
+        """The same step with templates of its own."""
+        own: dict[int, Any] = {id(phase.forward): phase.forward.apart() for phase in self.phases}
+        phases = tuple(attrs.evolve(phase, forward=own[id(phase.forward)]) for phase in self.phases)
+        return Step(tuple(own.get(id(concern), concern) for concern in self.concerns), phases)
 
     def run(self, state: TrainState, batch: Any, device: Device | None = None) -> tuple[TrainState, Metrics]:
         """The step without its checks: what is traced. A device reduces the sums between local and apply."""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..state.errors import StateError
 from ..state.record import FlatState, TrainState
-from ..state.torch_private import overlaps
+from ..state.torch_private import storage_of
 from ..state.tree import TreeDef, difference, flatten, unflatten
 
 __all__ = ["FlatStep", "Outputs", "flat_step"]
@@ -71,7 +72,7 @@ def flat_step(run: Run, state: FlatState, batch: tuple[list[Any], TreeDef], *, d
             )
         outputs.changed = tuple(i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b)
         outputs.metrics = tuple(metrics)
-        fresh = [_apart(new[i], flat) for i in outputs.changed]
+        fresh = [_laid_out(_apart(new[i], flat), old[i]) for i in outputs.changed]
         measured = [_apart(value, flat) for value in metrics.values()]
         if not donate:
             return (*fresh, *measured)
@@ -82,6 +83,14 @@ def flat_step(run: Run, state: FlatState, batch: tuple[list[Any], TreeDef], *, d
     return FlatStep(fn, outputs)
 
 
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """The value with the strides of the leaf that it follows: a compiled step is compiled for them."""
+    if value.stride() == like.stride():
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(value)
+
+
 def _apart(value: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
     """The value in storage of its own: an output that shares one with an input would change with the next donation."""
-    return value.clone() if any(overlaps(value, given) for given in inputs) else value
+    own = storage_of(value)
+    return value.clone() if any(own == storage_of(given) for given in inputs) else value

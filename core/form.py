@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
@@ -21,17 +22,20 @@ def forms(values: list[Any]) -> tuple[Any, ...]:
     return tuple([_form(leaf) for leaf in values])
 
 
+_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(...))
+
+
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    try:
-        hash(leaf)
-    except TypeError as error:
-        raise BatchError(
-            f"a batch leaf of type {type(leaf).__name__} is neither a tensor nor a value that can be compared; a compiled "
-            "step cannot tell whether it changed. Hand in a tensor, or run the step eagerly"
-        ) from error
-    return type(leaf), leaf
+    if type(leaf) in _VALUES or isinstance(leaf, enum.Enum):
+        return type(leaf), repr(leaf) if isinstance(
+            leaf, (float, complex)
+        ) else leaf  # tells -0.0 from 0.0; NaN equals NaN
+    raise BatchError(
+        f"a batch leaf of type {type(leaf).__name__} is neither a tensor nor a plain value, so a compiled step cannot tell "
+        "whether it changed. Hand in a tensor, or run the step eagerly"
+    )
 
 
 def ambient() -> tuple[Any, ...]:
@@ -48,12 +52,15 @@ def ambient() -> tuple[Any, ...]:
     )
 
 
-def static_change(before: tuple[Any, ...], after: tuple[Any, ...]) -> int | None:
-    """The place of the first static leaf that differs between two forms whose tensors are alike."""
+def static_change(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[int, str] | None:
+    """The place of the first plain value that differs between two forms whose tensors are alike, and both in words."""
     found = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     if not found or any(len(form[i]) != _STATIC for i in found for form in (before, after)):
         return None
-    return found[0]
+    was, now = (
+        value if kind in (float, complex) else repr(value) for kind, value in (before[found[0]], after[found[0]])
+    )
+    return found[0], f"from {was} to {now}"
 
 
 _STATIC = 2  # the form of a leaf that is not a tensor: its type and value

@@ -6,13 +6,14 @@ import threading
 import warnings
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
-from ..state.errors import DonatedError, PurestepError, StateError
+from ..state.errors import BatchError, DonatedError, PurestepError, StateError
 from ..state.record import FlatState, TrainState, consume, flat_of, lazy_state
-from ..state.tree import flatten
+from ..state.tree import TreeDef, flatten
 from ..steps.faults import raise_fault
-from .checks import check_batch, check_state
+from .checks import check_batch, check_state, refuse_inference_mode
 from .compose import Step
 from .device import Device
 from .form import ambient, forms, static_change
@@ -100,18 +101,25 @@ class Jitted:
             self._running.release()
 
     def _call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        refuse_inference_mode()
         values, treedef = flatten(self.device.place(batch))
         flat = self._known(state)
+        tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
+        if self.donate:
+            _refuse_lent(flat, values, treedef)
         with self.device.running():
             key = (flat.token, treedef, forms(values), ambient())
             program = self._programs.get(key) or self._build(key, state, flat, values)
-            leaves, metrics = self._run(program, state, flat, [leaf for leaf in values if isinstance(leaf, Tensor)])
+            leaves, metrics = self._run(program, state, flat, tensors)
         if self.device.synchronous:
             raise_fault(metrics)
         if self.donate:
             written = [leaves[place] for place in program.outputs.changed]
             consume(state, "this state was donated to a compiled step; use the state that the step returned", written)
-        return lazy_state(FlatState(leaves, flat.treedef, flat.token)), metrics
+        return lazy_state(FlatState(leaves, flat.treedef, flat.token, flat.storages, exclusive=self.donate)), metrics
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
+        return Jitted(self.step, self.device, donate=self.donate, backend=self.backend)
 
     def _known(self, state: TrainState) -> FlatState:
         """The flat state with a token of its form; one that this step returned is not looked at again."""
@@ -120,11 +128,10 @@ class Jitted:
             return flat
         check_state(self.step, state)
         flat = FlatState(*flatten(state))
-        if self.donate:
-            _refuse_shared(flat)
+        storages = _own_storages(flat) if self.donate else frozenset[int]()
         token = self._tokens.setdefault((flat.treedef, forms(flat.leaves)), object())
         self._tokens[token] = token
-        return FlatState(flat.leaves, flat.treedef, token)
+        return FlatState(flat.leaves, flat.treedef, token, storages)
 
     def _build(self, key: Any, state: TrainState, flat: FlatState, values: list[Any]) -> Program:
         """Compile for a form of inputs met for the first time."""
@@ -144,12 +151,12 @@ class Jitted:
         for other in self._programs:
             if (other[0], other[1], other[3]) != (token, treedef, settings):
                 continue
-            place = static_change(other[2], form)
-            if place is not None:
-                path = treedef.accessors()[place].codify("batch")
+            change = static_change(other[2], form)
+            if change is not None:
+                path = treedef.accessors()[change[0]].codify("batch")
                 warnings.warn(
-                    f"{path} is a Python value that changed from {other[2][place][1]!r} to {form[place][1]!r}: a compiled "
-                    "step is compiled again for each value. Make it a 0-d tensor",
+                    f"{path} is a Python value that changed {change[1]}: a compiled step is compiled again for each value. "
+                    "Make it a 0-d tensor",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -163,16 +170,16 @@ class Jitted:
         except PurestepError:
             raise  # refused while Python still ran, before anything was written
         except BaseException as error:
-            # An eager program writes at its very end; what failed before has changed nothing.
-            if not self.donate or self.backend == "eager":
+            # What is not compiled writes at its very end; what failed before has changed nothing.
+            if not self.donate or self.backend != "inductor":
                 raise
             reason = "this state was lost: a compiled step failed after it was donated"
             consume(state, reason, [flat.leaves[place] for place in program.outputs.changed])
             raise DonatedError(f"{reason} ({error}); go on from a checkpoint or a ps.copy_state(...)") from error
 
 
-def _refuse_shared(flat: FlatState) -> None:
-    """Two leaves in one storage cannot both be written in place.
+def _own_storages(flat: FlatState) -> frozenset[int]:
+    """The memory of the leaves; two leaves in one storage cannot both be written in place.
 
     Raises:
         StateError: naming both.
@@ -188,3 +195,20 @@ def _refuse_shared(flat: FlatState) -> None:
                 f"{one} and {two} share one storage, so the state cannot be donated; give each a tensor of its own, as "
                 "ps.copy_state(state) does"
             )
+    return frozenset(owners)
+
+
+def _refuse_lent(flat: FlatState, values: list[Any], treedef: TreeDef) -> None:
+    """A batch that is a view of the donated state would change while it is read.
+
+    Raises:
+        BatchError: naming its leaf.
+    """
+    for index, leaf in enumerate(values):
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.layout == torch.strided
+            and leaf.untyped_storage().data_ptr() in flat.storages
+        ):
+            path = treedef.accessors()[index].codify("batch")
+            raise BatchError(f"{path} shares its storage with the state that is donated; hand in a clone")

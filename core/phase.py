@@ -18,7 +18,7 @@ from ..state.errors import ComposeError, LossError, StateError
 from ..state.key import fold_in
 from ..state.record import Counters, TrainState
 from ..state.sums import Loss, Sum, Sums
-from ..state.tree import Tree, difference, leaves, map_leaves
+from ..state.tree import Tree, as_tensors, difference, leaves, map_leaves
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.concern import Applied, Custom, Flow
@@ -75,6 +75,7 @@ class Phase:
             LossError: if the loss function returns something unusable.
         """
         key = fold_in(state.key, state.counters.updates + state.counters.skips)
+        batch = as_tensors(batch)  # in containers of its own, which a function may rearrange
         for fn in self.batch:
             batch = fn.call(batch, key)
         parts = self.split(batch) if self.split is not None else _whole(batch)
@@ -103,38 +104,46 @@ class Phase:
         if taken:
             raise LossError(f"metrics {', '.join(taken)} are reported by the step itself; choose another name")
         weight = sums.weight
-        usable = torch.isfinite(weight) & (weight >= 0)
+        usable = (sums.unusable == 0) & ((weight == 0) | ((weight >= _SMALLEST) & (weight <= _LARGEST)))
         zero = torch.zeros((), dtype=torch.int64, device=weight.device)
         key = fold_in(state.key, state.counters.updates + state.counters.skips)
         grads = self.accumulate.divide(sums)
         flow = Flow(grads, state, weight > 0, torch.where(usable, zero, zero + WEIGHT), {}, {}, state.slots, key)
         for concern in self.after:
             flow = _checked(concern, flow, concern.apply(flow))
+            if concern.gives == "state" != concern.takes:
+                flow = flow.replace(value=self._moved(flow, sums))
         if "grad_norm" not in flow.metrics:
             flow = flow.replace(metrics={"grad_norm": global_norm(grads), **flow.metrics})
-        return self._finish(flow, sums)
-
-    def _finish(self, flow: Flow, sums: Sums) -> tuple[TrainState, Metrics]:
-        old, new = flow.state, flow.value
-        sound = flow.fault == 0
-        updated = flow.ok & sound
-        loss = Sum(sums.loss, sums.weight).mean()
-        moved = new.replace(
-            buffers=self.accumulate.divide_buffers(sums, old.buffers),
-            window=old.window.append(loss),
-            slots=flow.slots,
-            counters=_advance(old.counters, sums.samples, updated, sound),
-            key=old.key,
-        )
-        state = moved.replace(**{name: _choose(updated, moved, old, name) for name in _GATED})
-        own = {"loss": loss, "weight": sums.weight, "updated": updated, "fault": flow.fault}
+        updated = flow.ok & (flow.fault == 0)
+        state = flow.value.replace(**{name: _choose(updated, flow.value, state, name) for name in _GATED})
+        own = {"loss": _mean_loss(sums), "weight": sums.weight, "updated": updated, "fault": flow.fault}
         users = {name: metric.mean() for name, metric in sums.metrics.items()}
         return state, {**users, **flow.metrics, **own}
+
+    def _moved(self, flow: Flow, sums: Sums) -> TrainState:
+        """The state that the optimizer gave with all else that an update moves: what functions after ``step`` see."""
+        old, sound = flow.state, flow.fault == 0
+        moved: TrainState = flow.value.replace(
+            buffers=self.accumulate.divide_buffers(sums, old.buffers),
+            window=old.window.append(_mean_loss(sums)),
+            slots=flow.slots,
+            counters=_advance(old.counters, sums.samples, flow.ok & sound, sound),
+        )
+        return moved
+
+
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Weights that float32 gradients can be divided by."""
 
 
 def _whole(batch: Any) -> list[Any]:
     rows(batch)
     return [batch]
+
+
+def _mean_loss(sums: Sums) -> Tensor:
+    return Sum(sums.loss, sums.weight).mean()
 
 
 def _advance(old: Counters, samples: Tensor, updated: Tensor, sound: Tensor) -> Counters:
@@ -218,8 +227,9 @@ class _Then:
             def then(microbatch: Any, carry: Tree = None) -> Loss:
                 loss = call(microbatch, carry)
                 for fn in self.functions:
-                    # The forward's key mode is already in force here: a function's draws continue its count.
-                    loss = _expect(fn.fn(loss, **({"key": key} if fn.wants_key else {})), Loss, fn)
+                    after = _expect(fn.call(loss, key), Loss, fn)
+                    # A function may well make a new Loss, and knows nothing of the buffers that travel in it.
+                    loss = after if after.buffers is not None else after.replace(buffers=loss.buffers)
                 return loss
 
             yield then

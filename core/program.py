@@ -61,6 +61,7 @@ def build(
     """
     if not device.traceable:
         raise CompileError(f"device {device.name} cannot be traced into a graph; run the step eagerly on it")
+    step = step.apart()
     tensors = [leaf for leaf in batch[0] if isinstance(leaf, Tensor)]
     flat = flat_step(_on(step, device), state, batch, donate=donate)
     if backend == "eager":

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..state.errors import BatchError
 from ..state.sums import Sums
-from ..state.tree import Tree, flatten, unflatten
+from ..state.tree import Tree, as_tensors, leaves_with_paths
 
 __all__ = ["Cpu", "cpu"]
 
@@ -53,13 +52,11 @@ class Cpu:
         Raises:
             BatchError: naming the leaf that lies on another device.
         """
-        values, treedef = flatten(tree)
-        placed = [torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in values]
-        for index, leaf in enumerate(placed):
+        placed = as_tensors(tree)
+        for path, leaf in leaves_with_paths(placed, "batch"):
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
-                path = treedef.accessors()[index].codify("batch")
                 raise BatchError(f"{path} lies on {leaf.device}, the step runs on cpu; move it with .to('cpu')")
-        return unflatten(treedef, placed)
+        return placed
 
     def reduce(self, sums: Sums) -> Sums:
         """The sums themselves: there is one process."""

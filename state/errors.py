@@ -10,6 +10,7 @@ __all__ = [
     "LossError",
     "NumericsError",
     "PurestepError",
+    "PurityError",
     "RandomOpError",
     "StateError",
     "TraceError",
@@ -42,6 +43,10 @@ class LossError(PurestepError, ValueError):
 
 class NumericsError(PurestepError, ArithmeticError):
     """A weight or a rate is not a usable number; the state was left as it was."""
+
+
+class PurityError(PurestepError, RuntimeError):
+    """A function wrote into something it was given, or a module kept something that a state cannot hold."""
 
 
 class RandomOpError(PurestepError, RuntimeError):

@@ -104,16 +104,20 @@ class TrainState(Record):
             layout=layout,
         )
 
-    def replace(self, **changes: Any) -> TrainState:
-        """A new record with some fields changed; it shares the other fields' tensors with this one.
-
-        Raises:
-            TypeError: naming a field that does not exist.
-        """
-        new = super().replace(**changes)
+    def __new__(cls, *args: Any, **kwargs: Any) -> TrainState:  # noqa: D102 (the arguments are those of __init__)
+        record = object.__new__(cls)
         if not torch.compiler.is_dynamo_compiling():
-            _relate(self, new)
-        return new
+            _living.add(record)
+        return record
+
+    def __copy__(self) -> TrainState:
+        return self.replace()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return copy_state(self)
+
+    def __reduce__(self) -> Any:
+        return TrainState, tuple(getattr(self, name) for name in _FIELDS)
 
     def __repr__(self) -> str:
         if "_consumed" in self.__dict__:
@@ -136,6 +140,9 @@ class TrainState(Record):
         raise AttributeError(f"TrainState has no attribute {name!r}")
 
 
+_living: WeakSet[TrainState] = WeakSet()
+"""Every state there is: two of them may hold the same tensors, which matters when one is donated."""
+
 _FIELDS = tuple(field.name for field in attrs.fields(TrainState))
 
 register(Counters)
@@ -144,23 +151,38 @@ register(TrainState, tuple(name for name in _FIELDS if name != "layout"))
 
 @attrs.frozen(eq=False)
 class FlatState:
-    """The leaves of a state in order, its structure, and who vouches for their specs."""
+    """The leaves of a state in order, its structure, and who vouches for their specs.
+
+    Attributes:
+        leaves: tensors.
+        treedef: structure.
+        token: of the compiled step that knows the form of these leaves.
+        storages: addresses of the leaves' memory, where the leaves may be donated.
+        exclusive: whether no other record holds these leaves, as long as nobody reads a field.
+    """
 
     leaves: list[Any]
     treedef: TreeDef
     token: object = None
+    storages: frozenset[int] = frozenset()
+    exclusive: bool = False
 
 
 def flat_of(state: TrainState) -> FlatState:
-    """The flat form of a state, kept from the compiled step that made it where there is one.
+    """The flat form of a state, kept from the compiled step that made it where there is one and it still holds.
 
     Raises:
         DonatedError: if the state was donated.
     """
     kept: FlatState | None = state.__dict__.get("_flat")
-    if kept is not None:
+    if kept is None:
+        return FlatState(*flatten(state))
+    if not _was_read(state):
         return kept
-    return FlatState(*flatten(state))
+    values, treedef = flatten(state)  # the fields were read since: somebody may have put another tensor into a dict
+    if treedef == kept.treedef and all(a is b for a, b in zip(values, kept.leaves, strict=True)):
+        return kept
+    return FlatState(values, treedef)
 
 
 def lazy_state(flat: FlatState) -> TrainState:
@@ -170,27 +192,32 @@ def lazy_state(flat: FlatState) -> TrainState:
     return state
 
 
-def _relate(old: TrainState, new: TrainState) -> None:
-    """Remember that two records may hold the same tensors, for as long as both live."""
-    kin: WeakSet[TrainState] = old.__dict__.get("_kin") or WeakSet([old])
-    kin.add(new)
-    old.__dict__["_kin"] = new.__dict__["_kin"] = kin
-
-
 def consume(state: TrainState, reason: str, written: Iterable[Tensor] = ()) -> None:
     """Mark a state as given up: its fields are gone and say so.
 
     Args:
         state: the state that was donated.
         reason: what a later read says.
-        written: the tensors that now hold other values; states made from this one by ``replace`` (or it from them) that
-            hold one of these are given up with it.
+        written: the tensors that now hold other values; every other state that holds one of these is given up as well.
     """
-    lost = {id(leaf) for leaf in written}
-    for other in list(state.__dict__.get("_kin", ())):
-        if other is not state and "_consumed" not in other.__dict__ and any(id(leaf) in lost for leaf in leaves(other)):
-            _give_up(other, f"it shares tensors with a state that was donated ({reason}); keep a ps.copy_state(...)")
+    flat: FlatState | None = state.__dict__.get("_flat")
+    exclusive = flat is not None and flat.exclusive and not _was_read(state)
     _give_up(state, reason)
+    if exclusive:
+        return
+    lost = {id(leaf) for leaf in written}
+    for other in list(_living):
+        if _is_whole(other) and any(id(leaf) in lost for leaf in flat_of(other).leaves):
+            _give_up(other, f"it shares tensors with a state that was donated ({reason}); keep a ps.copy_state(...)")
+
+
+def _was_read(state: TrainState) -> bool:
+    return _FIELDS[-1] in state.__dict__
+
+
+def _is_whole(state: TrainState) -> bool:
+    """Whether a state holds leaves: it was not given up, and no other thread is about to fill it."""
+    return "_flat" in state.__dict__ or _was_read(state)
 
 
 def _give_up(state: TrainState, reason: str) -> None:

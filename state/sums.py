@@ -22,6 +22,11 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
+def _summable(tensor: Tensor) -> Tensor:
+    """In a dtype that sums of many do not outgrow: at least 32 bits, integers and flags in 64."""
+    return widen(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor.to(torch.int64)
+
+
 def _as_weight(weight: Any, where: str) -> Tensor | int | float:
     if isinstance(weight, bool) or not isinstance(weight, (Tensor, int, float)):
         raise LossError(f"{where}: weight must be a number or a 0-d tensor, got {weight!r}")
@@ -48,7 +53,7 @@ class Sum:
     """A sum and the weight to divide it by, once, after every reduction.
 
     Attributes:
-        total: 0-d tensor (or a tensor of any fixed shape), the sum.
+        total: the sum: 0-d, or of any fixed shape such as one number per class; integers are kept as int64.
         weight: number or 0-d tensor, how many rows or tokens it sums over.
 
     Raises:
@@ -69,18 +74,20 @@ class Sum:
         beside = next((x for x in (total, weight) if isinstance(x, Tensor)), torch.empty(0))
         if not isinstance(total, Tensor):
             total = torch.full((), float(total), dtype=torch.float32, device=beside.device)
-        set_fields(self, total=widen(total.detach()), weight=_scalar(weight, beside))
+        set_fields(self, total=_summable(total.detach()), weight=_scalar(weight, beside))
 
     def mean(self) -> Tensor:
-        """``total / weight``: NaN where the weight is zero. Integers are divided as float32."""
+        """``total / weight``: NaN where the weight is zero. The mean of integers is float32."""
         total = self.total
-        if not (total.is_floating_point() or total.is_complex()):
-            total = total.to(torch.float32)
-        return total / self.weight.to(total.real.dtype if total.is_complex() else total.dtype)
+        if total.is_complex():
+            return total / self.weight.to(total.real.dtype)
+        if total.is_floating_point():
+            return total / self.weight.to(total.dtype)
+        return (total.to(torch.float64) / self.weight.to(torch.float64)).to(torch.float32)
 
 
 @attrs.frozen(init=False, eq=False, slots=False)
-class Loss:
+class Loss(Record):
     """What a loss function returns: a sum over rows or tokens with its weight, never a mean.
 
     Attributes:
@@ -152,8 +159,9 @@ class Sums(Record):
         loss: 0-d tensor, the sum of the losses.
         weight: 0-d tensor, the sum of the weights.
         metrics: by name.
-        buffers: buffers after the forward times the weight, in float64.
+        buffers: by name, what ``accumulate`` makes the buffers of after the update.
         samples: 0-d int64, rows seen.
+        unusable: 0-d int64, microbatches whose weight is negative or not finite.
     """
 
     grads: Tree
@@ -162,6 +170,7 @@ class Sums(Record):
     metrics: dict[str, Sum]
     buffers: dict[str, Tensor]
     samples: Tensor
+    unusable: Tensor
 
     def __init__(
         self,
@@ -171,8 +180,18 @@ class Sums(Record):
         metrics: dict[str, Sum],
         buffers: dict[str, Tensor],
         samples: Tensor,
+        unusable: Tensor,
     ) -> None:
-        set_fields(self, grads=grads, loss=loss, weight=weight, metrics=metrics, buffers=buffers, samples=samples)
+        set_fields(
+            self,
+            grads=grads,
+            loss=loss,
+            weight=weight,
+            metrics=metrics,
+            buffers=buffers,
+            samples=samples,
+            unusable=unusable,
+        )
 
 
 for _record in (Sum, Loss, Sums):

@@ -24,14 +24,15 @@ __all__ = [
     "compile_graph",
     "fake_mode",
     "fake_of",
+    "has_hooks",
     "is_fake",
     "is_tracing",
     "module_tables",
     "nested_trace",
-    "overlaps",
     "reads_a_value",
     "scan",
     "schema",
+    "storage_of",
     "trace",
     "untraced",
 ]
@@ -166,6 +167,11 @@ def module_tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     return {"params": module._parameters, "buffers": module._buffers, "modules": module._modules}
 
 
-def overlaps(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors (fake ones too) share a storage."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def has_hooks(param: Tensor) -> bool:
+    """Whether somebody registered a hook on a parameter, of either kind."""
+    return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What identifies a tensor's storage (a fake one's too) as long as it lives; ``None`` for a sparse tensor."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import attrs
+import numpy as np
 import optree
 import torch
 from torch import Tensor
+
+from .errors import BatchError
 
 __all__ = [
     "LeafSpec",
     "Tree",
     "TreeDef",
+    "as_tensors",
     "difference",
     "fill",
     "flatten",
@@ -48,6 +52,7 @@ def register(cls: type, fields: tuple[str, ...] | None = None) -> type:
     """
     if cls not in _registered:
         every = tuple(field.name for field in _fields(cls))
+        make: Any = cls.__new__
         children = every if fields is None else fields
         static = tuple(name for name in every if name not in children)
 
@@ -57,7 +62,7 @@ def register(cls: type, fields: tuple[str, ...] | None = None) -> type:
         def put_together(static_values: Any, child_values: Iterable[Any]) -> Any:
             # Not through __init__: a record is rebuilt around other leaves (shapes, names, placeholders), and what its
             # constructor checks or derives was already checked and derived.
-            record: Any = object.__new__(cls)
+            record = make(cls)
             for name, value in zip(children + static, (*child_values, *static_values), strict=True):
                 object.__setattr__(record, name, value)
             return record
@@ -165,6 +170,35 @@ def fill(tree: Tree, default: Tree) -> Tree:
     values, treedef = flatten(tree, none_is_leaf=True)
     pairs = zip(values, _aligned(default, treedef), strict=True)
     return unflatten(treedef, [other if value is None else value for value, other in pairs])
+
+
+def as_tensors(batch: Tree) -> Tree:
+    """The batch in containers of its own, with NumPy arrays and scalars as tensors; what is a tensor stays itself.
+
+    Raises:
+        BatchError: naming an array of a dtype that torch does not have.
+
+    Example:
+        >>> as_tensors({"x": np.arange(3)})
+        {'x': tensor([0, 1, 2])}
+    """
+    values, treedef = flatten(batch)
+    for index, leaf in enumerate(values):
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            try:
+                values[index] = _from_numpy(leaf)
+            except (TypeError, ValueError) as error:
+                path = treedef.accessors()[index].codify("batch")
+                raise BatchError(
+                    f"{path} is a NumPy array of dtype {leaf.dtype}, which is no tensor: {error}"
+                ) from error
+    return unflatten(treedef, values)
+
+
+def _from_numpy(leaf: Any) -> Tensor:
+    array = np.asarray(leaf)
+    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array if usable else array.copy())
 
 
 def _aligned(tree: Tree, treedef: TreeDef) -> list[Any]:

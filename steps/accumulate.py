@@ -10,9 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..state.errors import LossError
 from ..state.sums import Sum, Sums
 from ..state.torch_private import is_tracing
 from ..state.tree import Tree, fill, map_leaves
+from .buffers import buffer_mean, buffer_sum
 from .concern import Stateless
 from .fold_rows import fold_rows
 from .split_batch import stacked
@@ -111,7 +113,7 @@ class Accumulate(Stateless):
             part = one(params, microbatch, keys[index], current)
             current = self._next_buffers(part, current)
             self._push(stack, part, index)
-        return self._with_last_buffers(_collapse(stack), current)
+        return self._with_last_buffers(_collapse(stack), buffers, current)
 
     def divide(self, sums: Sums) -> Tree:
         """The gradients: each sum divided by the weight, in at least 32 bits; absent ones stay absent."""
@@ -124,10 +126,7 @@ class Accumulate(Stateless):
     def _after(self, name: str, sums: Sums, buffer: Tensor) -> Tensor:
         if self._rule(name) == "keep":
             return buffer
-        mean = sums.buffers[name] / sums.weight
-        if not (buffer.is_floating_point() or buffer.is_complex()):
-            mean = mean.round()
-        return torch.where(sums.weight > 0, mean.to(buffer.dtype), buffer)
+        return buffer_mean(sums.buffers[name], buffer, sums.weight)
 
     def _rule(self, name: str) -> Rule:
         for pattern, rule in reversed(self.rules):
@@ -152,9 +151,10 @@ class Accumulate(Stateless):
         stack.extend([None] * (level + 1 - len(stack)))
         stack[level] = part
 
-    def _with_last_buffers(self, sums: Sums, last: dict[str, Tensor]) -> Sums:
-        follow = {n: b.to(torch.float64) * sums.weight for n, b in last.items() if self._rule(n) == "sequential"}
-        return sums.replace(buffers={**sums.buffers, **follow})
+    def _with_last_buffers(self, sums: Sums, opening: Mapping[str, Tensor], last: dict[str, Tensor]) -> Sums:
+        follow = [name for name in last if self._rule(name) == "sequential"]
+        ends = {name: buffer_sum(last[name], opening[name], sums.weight) for name in follow}
+        return sums.replace(buffers={**sums.buffers, **ends})
 
     def _looped(
         self, one: Local, params: Tree, microbatches: list[Any], keys: Tensor, buffers: dict[str, Tensor]
@@ -182,11 +182,22 @@ def add_sums(one: Sums, other: Sums) -> Sums:
     """Leaf by leaf; a gradient that only one of them has is taken as it is.
 
     Raises:
-        ValueError: if their metrics or buffers differ in name.
+        LossError: if their metrics differ in name or shape.
     """
+    _refuse_other_names(one, other)
     grads = fill(fill(map_leaves(torch.add, one.grads, other.grads), one.grads), other.grads)
     rest = map_leaves(torch.add, one.replace(grads=None), other.replace(grads=None))
     return rest.replace(grads=grads)  # type: ignore[no-any-return]
+
+
+def _refuse_other_names(one: Sums, other: Sums) -> None:
+    forms = [{name: tuple(metric.total.shape) for name, metric in sums.metrics.items()} for sums in (one, other)]
+    if forms[0] != forms[1]:
+        differing = sorted(dict(forms[0].items() ^ forms[1].items()))
+        raise LossError(
+            f"the loss gives one microbatch other metrics than the next: {', '.join(differing)} (of shapes {forms[0]} and "
+            f"{forms[1]}). Return the same names from every microbatch, with ps.Sum(0.0, 0) where there is nothing to count"
+        )
 
 
 def _there(sums: Sums | None) -> Sums:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..state.tree import Tree
-from .schedules import Hyper, check_hyper, evaluate
+from .schedules import ANY, Hyper, Range, check_hyper, evaluate
 from .transform import (
     HyperValues,
     LeafRule,
@@ -21,6 +21,15 @@ from .transform import (
 )
 
 __all__ = ["AdamState", "adam", "adamw"]
+
+
+_RANGES = {
+    "lr": ANY,
+    "b1": Range(0.0, 1.0, below=True),
+    "b2": Range(0.0, 1.0, below=True),
+    "eps": Range(),
+    "weight_decay": Range(),
+}
 
 
 class AdamState(NamedTuple):
@@ -127,13 +136,8 @@ def _adam(
     *,
     decoupled: bool,
 ) -> Transformation:
-    own = {
-        "lr": check_hyper("lr", lr, low=float("-inf")),
-        "b1": _below_one("b1", b1),
-        "b2": _below_one("b2", b2),
-        "eps": check_hyper("eps", eps),
-        "weight_decay": check_hyper("weight_decay", weight_decay),
-    }
+    given = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    own = {name: check_hyper(name, value, _RANGES[name]) for name, value in given.items()}
 
     def init(params: Tree) -> AdamState:
         mu, nu = moments_like(params), moments_like(params)
@@ -154,7 +158,7 @@ def _adam(
         updates, mu, nu = update_leaves(rule, grads, params, opt_state.mu, opt_state.nu)
         return updates, AdamState(count, mu, nu, None)
 
-    return Transformation(init, update, hyperparams)
+    return Transformation(init, update, hyperparams, _RANGES)
 
 
 def _rule(now: dict[str, Tensor], t: Tensor, maximize: bool, decoupled: bool) -> LeafRule:
@@ -180,10 +184,3 @@ def _rule(now: dict[str, Tensor], t: Tensor, maximize: bool, decoupled: bool) ->
         return (update, mu, nu, *largest)
 
     return rule
-
-
-def _below_one(name: str, value: Hyper) -> Hyper:
-    check_hyper(name, value, high=1.0)
-    if value == 1.0 and not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be below 1, got {value}")
-    return value

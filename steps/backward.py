@@ -14,6 +14,7 @@ from ..state.errors import BatchError, LossError, TraceError
 from ..state.sums import Loss, Sum, Sums, widen
 from ..state.torch_private import is_tracing
 from ..state.tree import Tree, TreeDef, flatten, map_leaves, unflatten
+from .buffers import buffer_sum
 from .concern import Stateless
 from .split_batch import rows
 
@@ -132,15 +133,15 @@ def _sums(loss: Loss, grads: Tree, buffers: Mapping[str, Tensor], microbatch: An
     device = loss.total.device
     weight = loss.weight.to(device)
     after = loss.buffers or {}
+    usable = torch.isfinite(weight) & (weight >= 0)
     return Sums(
         map_leaves(widen, grads),
         widen(loss.total.detach()),
         weight,
         {name: Sum(metric.total.to(device), metric.weight.to(device)) for name, metric in loss.metrics.items()},
-        # In float64 the product with an integer weight is exact for a float32 buffer, so that one microbatch gives back
-        # its own buffers to the bit.
-        {name: after.get(name, buffer).to(torch.float64) * weight for name, buffer in buffers.items()},
+        {name: buffer_sum(after.get(name, buffer), buffer, weight) for name, buffer in buffers.items()},
         torch.full((), _rows(microbatch), dtype=torch.int64, device=device),
+        1 - usable.to(torch.int64),
     )
 
 

@@ -21,6 +21,7 @@ from ..state.key import fold_in
 from ..state.record import TrainState
 from ..state.records import Record, set_fields
 from ..state.tree import Tree
+from .guard import Guard
 from .random_ops import keyed
 
 __all__ = ["KINDS", "Applied", "Concern", "Custom", "Flow", "Stateless", "concern"]
@@ -150,19 +151,23 @@ class Custom:
         """The function's result; its random operations are drawn from ``key``."""
         own = None if key is None else fold_in(key, _OWN + self.place)
         extra = {"key": own} if self.wants_key else {}
-        with keyed(own):
+        with keyed(own, Guard(**{self.takes or "value": value, "slot": slot, "key": own})):
             return self.fn(value, *slot, **extra)
 
     def apply(self, flow: Flow) -> Flow:
         """The flow with its value mapped, the slot renewed and the metrics added."""
-        slot = () if self.slot is None else (flow.slots[self.slot],)
-        result, metrics, slots = self.call(flow.value, flow.key, *slot), flow.metrics, flow.slots
+        held = () if self.slot is None else (flow.slots[self.slot],)
+        result, metrics, slots = self.call(flow.value, flow.key, *held), flow.metrics, flow.slots
         if self.has_aux:
             result, more = self._pair(result, "(value, metrics)")
             metrics = {**metrics, **more}
         if self.slot is not None:
             result, renewed = self._pair(result, "(value, slot)")
             slots = {**slots, self.slot: renewed}
+        if self.takes == "state" and isinstance(result, TrainState):  # there the slots are part of what flows
+            own = {} if self.slot is None else {self.slot: slots[self.slot]}
+            slots = {**result.slots, **own}
+            result = result.replace(slots=slots)
         return flow.replace(value=result, slots=slots, metrics=metrics)
 
     def _pair(self, result: Any, form: str) -> tuple[Any, Any]:

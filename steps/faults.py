@@ -16,8 +16,8 @@ WEIGHT = 1
 RATE = 2
 
 _WORDS = {
-    WEIGHT: "the summed weight is {weight}: weights must be finite and not negative",
-    RATE: "a hyperparameter is not finite (lr = {lr}): look at its schedule at this count",
+    WEIGHT: "a weight is negative, not finite or too small to divide by (their sum is {weight})",
+    RATE: "a hyperparameter is not finite or out of its range (lr = {lr}): look at its schedule at this count",
 }
 
 

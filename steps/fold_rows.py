@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..state.sums import Sums
 from ..state.torch_private import nested_trace, scan, untraced
-from ..state.tree import LeafSpec, Tree, TreeDef, flatten, spec, unflatten
+from ..state.tree import Tree, TreeDef, flatten, unflatten
 
 __all__ = ["fold_rows"]
 
@@ -65,7 +65,7 @@ def fold_rows(
 
 def _record_one(
     body: Body, shared: list[Tensor], shared_def: TreeDef, columns: list[Tensor], carried: list[Tensor]
-) -> tuple[torch.fx.GraphModule, TreeDef, list[LeafSpec]]:
+) -> tuple[torch.fx.GraphModule, TreeDef, list[Tensor]]:
     """One row's work as a graph of flat tensors, the structure of its sums, and their forms."""
     structure: list[TreeDef] = []
 
@@ -80,15 +80,16 @@ def _record_one(
     graph = nested_trace(flat_one, inputs)
     with untraced():
         out = graph(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs))
-    return graph, structure[-1], [spec(leaf) for leaf in out[: len(out) - len(carried)]]
+    return graph, structure[-1], list(out[: len(out) - len(carried)])
 
 
 def _position(columns: list[Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=columns[0].device)
 
 
-def _zeros(form: LeafSpec) -> Tensor:
-    return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros with the strides of ``like``, which a loop's carry keeps."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 
 def _count(levels: Levels, part: tuple[Tensor, ...], position: Tensor) -> Levels:

@@ -15,6 +15,7 @@ from ..state.errors import LossError
 from ..state.sums import Loss
 from ..state.tree import Tree
 from .concern import Stateless
+from .guard import Guard
 from .keyed_modules import bind_key
 from .random_ops import keyed
 from .template import Template
@@ -84,6 +85,10 @@ class Forward(Stateless):
     template: Template | None
     takes_carry: bool
 
+    def apart(self) -> Forward:
+        """The same with a template of its own: what tracing leaves in a module stays out of the eager step."""
+        return self if self.template is None else attrs.evolve(self, template=self.template.copy())
+
     def is_trainable(self, path: tuple[Any, ...], leaf: Tensor) -> bool:
         """Whether a leaf is differentiated: not frozen in the template, and of a dtype that has a gradient."""
         if not (leaf.is_floating_point() or leaf.is_complex()):
@@ -117,28 +122,25 @@ class Forward(Stateless):
 
         Hold it over the backward as well: a checkpointed block runs its forward again there.
         """
-        with keyed(key):  # first: it also keeps other threads out, which the template needs too
+        guard = Guard(params=params, key=key)
+        with keyed(key, guard):  # first: it also keeps other threads out, which the template needs too
             if self.template is None:
-                yield functools.partial(self._call, params, key)
+                yield functools.partial(self._call, guard, params, key)
                 return
+            guard.add(model=self.template.constants)
             own = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
             with self.template.bound(params, own) as module, bind_key(module, key):
-                yield functools.partial(self._bound_call, self.template, module, key, own)
+                call = functools.partial(self._call, guard, module, key)
+                yield functools.partial(self._with_buffers, call, self.template, own)
 
-    def _bound_call(
-        self,
-        template: Template,
-        module: nn.Module,
-        key: Tensor | None,
-        own: dict[str, Tensor],
-        microbatch: Any,
-        carry: Tree = None,
+    def _with_buffers(
+        self, call: Call, template: Template, own: dict[str, Tensor], microbatch: Any, carry: Tree = None
     ) -> Loss:
-        loss = self._call(module, key, microbatch, carry)
-        after = {name: buffer.detach() for name, buffer in template.written_buffers(own).items()}
-        return Loss(loss.total, loss.weight, loss.metrics, loss.carry, after)
+        loss = call(microbatch, carry)
+        return loss.replace(buffers={name: buffer.detach() for name, buffer in template.written_buffers(own).items()})
 
-    def _call(self, model: Any, key: Tensor | None, microbatch: Any, carry: Tree = None) -> Loss:
+    def _call(self, guard: Guard, model: Any, key: Tensor | None, microbatch: Any, carry: Tree = None) -> Loss:
+        guard.add(batch=microbatch, carry=carry)
         loss = self.loss(model, microbatch, key, carry) if self.takes_carry else self.loss(model, microbatch, key)
         name = getattr(self.loss, "__name__", "loss")
         if isinstance(loss, Tensor):

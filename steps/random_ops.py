@@ -24,6 +24,7 @@ from torch import Tensor
 from ..state.errors import RandomOpError
 from ..state.key import bernoulli, normal, uniform
 from ..state.torch_private import DispatchMode, schema
+from .guard import Guard
 
 __all__ = ["FIRST_STREAM", "draws", "keyed"]
 
@@ -33,10 +34,15 @@ aten = torch.ops.aten
 
 
 @contextlib.contextmanager
-def keyed(key: Tensor | None) -> Iterator[None]:
+def keyed(key: Tensor | None, guard: Guard | None = None) -> Iterator[None]:
     """Answer random operations from ``key``; without a key they are refused.
 
+    Args:
+        key: int64 tensor of shape (2,), or ``None``.
+        guard: of the tensors that no operation may write into.
+
     Raises:
+        PurityError: from an operation that writes into what is guarded.
         RandomOpError: from a random operation that has no keyed form, that names a generator of its own, or that is
             drawn without a key.
 
@@ -50,7 +56,7 @@ def keyed(key: Tensor | None) -> Iterator[None]:
         # Dynamo traces neither a dispatch mode nor a generator; there a model draws through keyed modules.
         yield
         return
-    with _one_at_a_time, _counting() as generator, _KeyedMode(key, generator):
+    with _one_at_a_time, _counting() as generator, _KeyedMode(key, generator, guard):
         yield
 
 
@@ -70,14 +76,16 @@ def _counting() -> Iterator[torch.Generator]:
 
 
 class _KeyedMode(DispatchMode):  # type: ignore[no-untyped-call] # torch's class is not annotated
-    def __init__(self, key: Tensor | None, generator: torch.Generator) -> None:
+    def __init__(self, key: Tensor | None, generator: torch.Generator, guard: Guard | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # nor is its constructor
-        self.key, self.generator = key, generator
+        self.key, self.generator, self.guard = key, generator, guard
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.guard is not None and schema(func).is_mutable:
+            self.guard.check(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags or not draws(func, args, kwargs):
             return func(*args, **kwargs)
         return self._answer(func, _named_arguments(func, args, kwargs))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import attrs
 from torch import Tensor
 
+from ..state.errors import ComposeError
 from .concern import Flow, Stateless
-from .schedules import Hyper, check_hyper, evaluate
+from .schedules import Hyper, Range, check_hyper, evaluate
 
 __all__ = ["ScheduleConcern", "schedule"]
 
@@ -26,6 +28,7 @@ def schedule(**hyper: Hyper) -> ScheduleConcern:
 
     Raises:
         ValueError: if nothing is given or a number is not finite.
+        ComposeError: when composed, if the optimizer does not know a name or a number is out of its range.
 
     Example:
         >>> import torch, purestep as ps
@@ -34,9 +37,7 @@ def schedule(**hyper: Hyper) -> ScheduleConcern:
     """
     if not hyper:
         raise ValueError("schedule: name at least one hyperparameter, as in ps.schedule(lr=ps.linear(...))")
-    for name, value in hyper.items():
-        check_hyper(name, value)
-    return ScheduleConcern(tuple(hyper.items()))
+    return ScheduleConcern(tuple((name, check_hyper(name, value)) for name, value in hyper.items()))
 
 
 @attrs.frozen
@@ -51,6 +52,20 @@ class ScheduleConcern(Stateless):
     def __call__(self, count: Tensor) -> dict[str, Tensor]:
         """The values at a count, 0-d float64."""
         return {name: evaluate(value, count) for name, value in self.hyper}
+
+    def check_for(self, ranges: Mapping[str, Range]) -> None:
+        """Refuse what an optimizer with these hyperparameters cannot take.
+
+        Raises:
+            ComposeError: naming the hyperparameter.
+        """
+        for name, value in self.hyper:
+            if name not in ranges:
+                raise ComposeError(f"schedule: the optimizer has no hyperparameter {name}; it has {', '.join(ranges)}")
+            try:
+                check_hyper(name, value, ranges[name])
+            except ValueError as error:
+                raise ComposeError(f"schedule: {error}") from error
 
     def apply(self, flow: Flow) -> Flow:
         """The flow with the values at the state's count of updates."""

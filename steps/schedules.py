@@ -14,9 +14,14 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..state.constants import constant
+
 __all__ = [
+    "ANY",
     "Hyper",
+    "Range",
     "Schedule",
+    "check_hyper",
     "constant_schedule",
     "cosine",
     "evaluate",
@@ -27,6 +32,32 @@ __all__ = [
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 Hyper: TypeAlias = "float | Tensor | Schedule"
+
+
+@attrs.frozen
+class Range:
+    """What a hyperparameter may be: finite, at least ``low``, at most ``high`` (or ``below`` it).
+
+    Attributes:
+        low: smallest value.
+        high: largest value.
+        below: whether ``high`` itself is out.
+    """
+
+    low: float = 0.0
+    high: float = math.inf
+    below: bool = False
+
+    def __str__(self) -> str:
+        return f"in [{self.low}, {self.high}{')' if self.below or math.isinf(self.high) else ']'}"
+
+    def holds(self, value: Tensor) -> Tensor:
+        """Whether a value lies inside, elementwise."""
+        upper = value < self.high if self.below else value <= self.high
+        return torch.isfinite(value) & (value >= self.low) & upper
+
+
+ANY = Range(-math.inf)
 
 
 def evaluate(value: Hyper, count: Tensor | int) -> Tensor:
@@ -54,20 +85,23 @@ def evaluate(value: Hyper, count: Tensor | int) -> Tensor:
     return found.to(torch.float64)
 
 
-def check_hyper(name: str, value: Hyper, *, low: float = 0.0, high: float = math.inf) -> Hyper:
-    """The value itself, if it is a schedule, a tensor or a finite number in [low, high].
+def check_hyper(name: str, value: Hyper, within: Range = ANY) -> Hyper:
+    """The value, if it is a schedule, a 0-d tensor (which is copied) or a number within the range.
 
     Raises:
         TypeError: if it is none of these.
-        ValueError: naming the argument and its value.
+        ValueError: naming the argument, its value and the range.
     """
-    if isinstance(value, Tensor) or (callable(value) and not isinstance(value, type)):
+    if callable(value) and not isinstance(value, (Tensor, type)):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(f"{name} must be a number, a 0-d tensor or a schedule, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ValueError(f"{name} must be finite and in [{low}, {high}], got {value}")
-    return value
+    if isinstance(value, Tensor) and value.dim():
+        raise ValueError(f"{name} must be 0-d, got shape {tuple(value.shape)}")
+    if not bool(within.holds(torch.as_tensor(value, dtype=torch.float64))):
+        raise ValueError(f"{name} must be finite and {within}, got {value}")
+    # A tensor of the caller's may change later, which a compiled step could not see.
+    return constant(value) if isinstance(value, Tensor) else value
 
 
 def _finite(**values: float) -> None:

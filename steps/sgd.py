@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..state.tree import Tree
-from .schedules import Hyper, check_hyper, evaluate
+from .schedules import ANY, Hyper, Range, check_hyper, evaluate
 from .transform import HyperValues, Transformation, merged, moments_like, scalar_like, update_leaves, zero_count
 
 __all__ = ["SgdState", "sgd"]
+
+
+_RANGES = {"lr": ANY, "weight_decay": Range()}
 
 
 class SgdState(NamedTuple):
@@ -62,11 +66,12 @@ def sgd(
     Reference:
         Sutskever et al., On the importance of initialization and momentum in deep learning, 2013.
     """
-    own = {"lr": check_hyper("lr", lr, low=float("-inf")), "weight_decay": check_hyper("weight_decay", weight_decay)}
-    for name, value, low in (("momentum", momentum, 0.0), ("dampening", dampening, float("-inf"))):
+    own = {"lr": check_hyper("lr", lr, _RANGES["lr"])}
+    own["weight_decay"] = check_hyper("weight_decay", weight_decay, _RANGES["weight_decay"])
+    for name, value, within in (("momentum", momentum, Range(0.0, 1.0)), ("dampening", dampening, Range(-inf, 1.0))):
         if not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number: it decides what state is kept; got {value!r}")
-        check_hyper(name, value, low=low, high=1.0)
+        check_hyper(name, value, within)
     if nesterov and (momentum == 0.0 or dampening != 0.0):
         raise ValueError(f"nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}")
     decays = not (isinstance(weight_decay, (int, float)) and weight_decay == 0.0)
@@ -104,4 +109,4 @@ def sgd(
         updates, trace = update_leaves(heavy, grads, params, opt_state.trace, sparse=True)
         return updates, SgdState(opt_state.count + 1, trace)
 
-    return Transformation(init, update, hyperparams)
+    return Transformation(init, update, hyperparams, _RANGES)

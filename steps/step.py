@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
+from weakref import WeakSet
 
 import attrs
 import torch
 from torch import Tensor
 
+from ..state.torch_private import is_tracing
 from ..state.tree import Tree
 from .concern import Flow
 from .faults import RATE
+from .guard import Guard
+from .random_ops import keyed
+from .schedules import ANY
 from .transform import Transformation, apply_updates
 
 __all__ = ["OptimizerStep", "step"]
+
+_proven: WeakSet[OptimizerStep] = WeakSet()
 
 OPT_STATE = "opt_state"  # the one slot that has a field of its own in the state
 
@@ -43,7 +51,7 @@ def step(optimizer: Transformation) -> OptimizerStep:
     return OptimizerStep(optimizer)
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class OptimizerStep:
     """An optimizer in a step; see :func:`step`."""
 
@@ -68,14 +76,26 @@ class OptimizerStep:
         updates, after = self.optimizer.update(grads, opt_state, params, hyper)
         return apply_updates(params, updates), after
 
+    @contextlib.contextmanager
+    def _watched(self, flow: Flow) -> Iterator[None]:
+        """Guard what the optimizer is given; eagerly only at its first update: the code is the same, and it takes time."""
+        if torch.compiler.is_dynamo_compiling() or (self in _proven and not is_tracing()):
+            yield
+            return
+        with keyed(None, Guard(grads=flow.value, state=flow.state, hyper=flow.hyper)):
+            yield
+        _proven.add(self)
+
     def apply(self, flow: Flow) -> Flow:
         """The flow with the new state as its value and the rate reported; a rate that is not finite is a fault."""
         state = flow.state
-        params, opt_state = self(flow.value, state.opt_state, state.params, flow.hyper)
+        with self._watched(flow):
+            params, opt_state = self(flow.value, state.opt_state, state.params, flow.hyper)
         used = {**self.optimizer.hyperparams(state.opt_state), **flow.hyper}
         fault = flow.fault
-        for value in used.values():
-            fault = torch.where(torch.isfinite(value), fault, fault | RATE)
+        ranges = self.optimizer.ranges or {}
+        for name, value in used.items():
+            fault = torch.where(ranges.get(name, ANY).holds(value), fault, fault | RATE)
         rate = {"lr": used["lr"]} if "lr" in used else {}
         return flow.replace(
             value=state.replace(params=params, opt_state=opt_state), fault=fault, metrics={**rate, **flow.metrics}

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..state.errors import StateError
 from ..state.sums import widen
 from ..state.tree import Tree, difference, fill, flatten, leaves, map_leaves, map_leaves_to
+from .schedules import Range
 
 __all__ = ["ChainState", "Transformation", "apply_updates", "chain", "moments_like", "update_leaves", "zero_count"]
 
@@ -47,11 +48,13 @@ class Transformation:
         init: ``params -> opt_state``.
         update: ``(grads, opt_state, params, hyper) -> (updates, opt_state)``.
         hyperparams: ``opt_state -> {name: 0-d tensor}``, the values that the next update will use.
+        ranges: the hyperparameters that ``update`` takes in ``hyper``, by name; ``None`` where that is not known.
     """
 
     init: Callable[[Tree], Tree]
     update: Update
     hyperparams: Callable[[Tree], dict[str, Tensor]] = attrs.field(default=lambda opt_state: {})
+    ranges: Mapping[str, Range] | None = None
 
 
 class ChainState(NamedTuple):
@@ -84,7 +87,8 @@ def chain(*transformations: Transformation) -> Transformation:
     ) -> tuple[Tree, ChainState]:
         states = []
         for part, state in zip(transformations, opt_state.states, strict=True):
-            grads, after = part.update(grads, state, params, hyper)
+            known = hyper if part.ranges is None else {n: v for n, v in (hyper or {}).items() if n in part.ranges}
+            grads, after = part.update(grads, state, params, known or None)
             states.append(after)
         return grads, ChainState(tuple(states))
 
@@ -94,7 +98,9 @@ def chain(*transformations: Transformation) -> Transformation:
             found.update(part.hyperparams(state))
         return found
 
-    return Transformation(init, update, hyperparams)
+    every = [part.ranges for part in transformations]
+    known = None if None in every else {name: within for ranges in every for name, within in (ranges or {}).items()}
+    return Transformation(init, update, hyperparams, known)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -89,7 +89,7 @@ def test_weights_that_are_tensors(weight, run_of):
     step = ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
     state = toy_state(step)
     before, run = snapshot(state), run_of(step)
-    with pytest.raises(ps.NumericsError, match="summed weight is.*state before the call still stands"):
+    with pytest.raises(ps.NumericsError, match="a weight is negative.*state before the call still stands"):
         run(state, {"x": X, "weight": torch.tensor(weight)})
     assert differing(before, snapshot(state)) == []
     assert float(run(state, {"x": X, "weight": torch.tensor(4.0)})[0].params) == -1.0
@@ -100,7 +100,7 @@ def test_a_rate_that_becomes_non_finite(run_of):
     run, state = run_of(step), toy_state(step)
     state, _ = run(state, X)
     before = snapshot(state)
-    with pytest.raises(ps.NumericsError, match=r"not finite \(lr = inf\)"):
+    with pytest.raises(ps.NumericsError, match=r"out of its range \(lr = inf\)"):
         run(state, X)
     assert differing(before, snapshot(state)) == []
 

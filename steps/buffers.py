@@ -1,0 +1,54 @@
+r"""Buffers over microbatches: what one adds to the sums, and what the sums make of a buffer.
+
+Each microbatch starts from the update's opening buffers :math:`b` and leaves :math:`b_i` behind. Floating buffers become
+the weighted mean :math:`\sum_i w_i b_i / \sum_i w_i`, integers move by the rounded mean of their changes, so that a
+counter moves by one. A buffer that no microbatch wrote keeps its bits; a microbatch of weight zero adds nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["buffer_mean", "buffer_sum"]
+
+_NOTHING = -0.0  # the number that changes no other when added, a negative zero neither
+
+
+def buffer_sum(after: Tensor, opening: Tensor, weight: Tensor) -> Tensor:
+    """What one microbatch adds: to be summed, and handed to :func:`buffer_mean`.
+
+    In float64 the product of a float32 with a weight, divided by that weight, rounds to the float32 again. A 64-bit buffer
+    has no wider dtype to do so: beside the products travels a count of the elements that were written.
+    """
+    if not _is_inexact(opening):
+        change = after.to(torch.int64) - opening.to(torch.int64)
+        return torch.where(weight > 0, change.to(torch.float64) * weight, _NOTHING)
+    total = torch.where(weight > 0, after.to(_wide(opening)) * weight, _NOTHING)
+    if not _is_widest(opening):
+        return total
+    written = (after != opening) & ~((after != after) & (opening != opening))
+    return torch.stack([total, (written & (weight > 0)).to(total.dtype)])
+
+
+def buffer_mean(total: Tensor, opening: Tensor, weight: Tensor) -> Tensor:
+    """The buffer after an update from the summed parts; the opening one where the summed weight is zero."""
+    if not _is_inexact(opening):
+        mean = opening.to(torch.int64) + (total / weight).round().to(torch.int64)
+    elif _is_widest(opening):
+        mean = torch.where(total[1].real > 0, total[0] / weight, opening)
+    else:
+        mean = total / weight
+    return torch.where(weight > 0, mean.to(opening.dtype), opening)
+
+
+def _is_inexact(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _is_widest(buffer: Tensor) -> bool:
+    return buffer.dtype in (torch.float64, torch.complex128)
+
+
+def _wide(buffer: Tensor) -> torch.dtype:
+    return torch.complex128 if buffer.is_complex() else torch.float64
