@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .core.jit import Jitted as Jitted
     from .core.jit import jit as jit
     from .state.constants import constant as constant
+    from .state.distributions import bernoulli as bernoulli
+    from .state.distributions import normal as normal
+    from .state.distributions import uniform as uniform
     from .state.errors import BatchError as BatchError
     from .state.errors import CompileError as CompileError
     from .state.errors import ComposeError as ComposeError
@@ -29,12 +32,9 @@ if TYPE_CHECKING:
     from .state.errors import RandomOpError as RandomOpError
     from .state.errors import StateError as StateError
     from .state.errors import TraceError as TraceError
-    from .state.key import bernoulli as bernoulli
     from .state.key import fold_in as fold_in
-    from .state.key import normal as normal
     from .state.key import random_key as random_key
     from .state.key import split as split
-    from .state.key import uniform as uniform
     from .state.record import Counters as Counters
     from .state.record import TrainState as TrainState
     from .state.record import copy_state as copy_state
@@ -79,6 +79,7 @@ _HOMES = {
     "core.init": ("init",),
     "core.jit": ("Jitted", "jit"),
     "state.constants": ("constant",),
+    "state.distributions": ("bernoulli", "normal", "uniform"),
     "state.errors": (
         "BatchError",
         "CompileError",
@@ -92,7 +93,7 @@ _HOMES = {
         "StateError",
         "TraceError",
     ),
-    "state.key": ("bernoulli", "fold_in", "normal", "random_key", "split", "uniform"),
+    "state.key": ("fold_in", "random_key", "split"),
     "state.record": ("Counters", "TrainState", "copy_state"),
     "state.state_dict": ("load_state_dict", "state_dict"),
     "state.sums": ("Loss", "Sum", "Sums"),

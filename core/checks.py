@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..state.errors import BatchError, StateError
 from ..state.record import TrainState
-from ..state.tree import difference, leaves, leaves_with_paths
+from ..state.tree import difference, flatten, leaves, leaves_with_paths, map_leaves
+from ..steps.step import OptimizerStep
 
 if TYPE_CHECKING:
     from .compose import Step
@@ -50,6 +52,34 @@ def check_state(step: Step, state: TrainState) -> None:
                 f"state.counters.{name} must be 0-d int64, got {clock.dtype} of shape {tuple(clock.shape)}"
             )
     check_params(step, state.params, state.buffers)
+    _check_opt_state(step, state)
+
+
+def _check_opt_state(step: Step, state: TrainState) -> None:
+    """Refuse the state of another optimizer, or of this one with other options."""
+    for concern in step.concerns:
+        if isinstance(concern, OptimizerStep):
+            misfit = difference(_expected(step, concern, state.params), _forms(state.opt_state), "state.opt_state")
+            if misfit is not None:
+                raise StateError(f"the state was made for another optimizer: {misfit}; {_INIT}")
+
+
+_expected_of: WeakKeyDictionary[OptimizerStep, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _expected(step: Step, concern: OptimizerStep, params: Any) -> Any:
+    """The form of the optimizer's state for these params, found once for each form of params."""
+    known = _expected_of.setdefault(concern, {})
+    values, treedef = flatten(params)
+    key = (treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in values))
+    if key not in known:
+        meta = map_leaves(lambda leaf: torch.empty_like(leaf, device="meta"), step.trainable(params))
+        known[key] = _forms(concern.slots(meta)["opt_state"])
+    return known[key]
+
+
+def _forms(tree: Any) -> Any:
+    return map_leaves(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), tree)
 
 
 def refuse_inference_mode() -> None:

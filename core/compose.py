@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..state.errors import ComposeError
 from ..state.record import TrainState
-from ..state.tree import as_tensors
+from ..state.tree import Tree, as_tensors, flatten, unflatten
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.concern import KINDS, Concern, Custom
@@ -200,6 +200,13 @@ class Step:
             if metrics["fault"].device.type == "cpu":
                 raise_fault(metrics)
         return new, metrics
+
+    def trainable(self, params: Tree) -> Tree:
+        """The params that will have gradients, ``None`` in place of the others."""
+        values, treedef = flatten(params)
+        rule = self.phases[0].forward.is_trainable
+        pairs = zip(treedef.paths(), values, strict=True)
+        return unflatten(treedef, [leaf if rule(path, leaf) else None for path, leaf in pairs])
 
     def apart(self) -> Step:
         """The same step with templates of its own."""

@@ -10,7 +10,7 @@ from ..state.errors import StateError
 from ..state.key import random_key
 from ..state.layout import Layout, named_buffers, named_params
 from ..state.record import Counters, TrainState
-from ..state.tree import Tree, flatten, leaves, map_leaves, unflatten
+from ..state.tree import Tree, leaves, map_leaves
 from ..state.window import RunningWindow
 from .checks import check_params, check_state
 from .compose import Step
@@ -75,12 +75,9 @@ def _copied(tree: Tree) -> Tree:
 
 def _slots(step: Step, params: Tree) -> dict[str, Tree]:
     """What the concerns declare, over the params that will have gradients; copied, so that no two leaves are one."""
-    values, treedef = flatten(params)
-    forward = step.phases[0].forward
-    wanted = [forward.is_trainable(path, leaf) for path, leaf in zip(treedef.paths(), values, strict=True)]
-    if not any(wanted):
+    trainable = step.trainable(params)
+    if not leaves(trainable):
         raise StateError("no leaf of the params is trainable: all are frozen or of a dtype without gradients")
-    trainable = unflatten(treedef, [leaf if own else None for leaf, own in zip(values, wanted, strict=True)])
     declared: dict[str, Tree] = {}
     for concern in step.concerns:
         declared.update({name: _copied(tree) for name, tree in concern.slots(trainable).items()})

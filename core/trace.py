@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,14 +58,26 @@ def trace_step(step: Step, flat: FlatStep, inputs: Sequence[Tensor]) -> Traced:
 
 
 def _line(error: BaseException) -> str:
-    """Where in the user's code it happened: the innermost frame outside of torch and of this package."""
-    ours = Path(__file__).resolve().parent.parent
-    packages = [ours / folder for folder in ("core", "steps", "state", "devices")] + [Path(torch.__file__).parent]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.suffix == ".py" and not any(package in path.resolve().parents for package in packages):
-            return f", at {frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
+    """Where it happened: the innermost line of the user's below our own, and the module that was running."""
+    frames = [
+        (Path(frame.f_code.co_filename).resolve(), frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    inside = next((i for i, (path, _, _) in enumerate(frames) if path == Path(__file__).resolve()), 0)
+    words = ""
+    for path, frame, line in reversed(frames[inside:]):
+        module = frame.f_locals.get("self")
+        if not words and isinstance(module, torch.nn.Module):
+            words = f", in {type(module).__name__}.{frame.f_code.co_name}"
+        if path.suffix == ".py" and not any(package in path.parents for package in _PACKAGES):
+            return f"{words}, at {path}:{line}: {linecache.getline(str(path), line).strip()}"
+    return words
+
+
+_OURS = Path(__file__).resolve().parent.parent
+_PACKAGES = [_OURS / folder for folder in ("core", "steps", "state", "devices")] + [
+    Path(torch.__file__).resolve().parent
+]
 
 
 def _refuse_random(graph: torch.fx.GraphModule) -> None:

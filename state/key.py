@@ -1,4 +1,4 @@
-r"""Keys: explicit random state, and the numbers drawn from it.
+r"""Keys: explicit random state, and the random words drawn from it.
 
 A key is an int64 tensor of shape ``(2,)``: a seed and an offset, the layout of ``torch.func._random``. Numbers come from
 Philox4x32-10, a counter-based generator: the n-th number is a function of (key, n) alone, written in int64 tensor
@@ -12,8 +12,7 @@ Reference:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from .philox import Words, halves, philox4x32
 from .torch_private import is_tracing
 
-__all__ = ["bernoulli", "bits", "fold_in", "normal", "random_key", "split", "uniform"]
+__all__ = ["bits", "draw", "fold_in", "random_key", "split"]
 
 _FOLD = 1 << 31  # set in the counter's last word by fold_in, never by a draw: the two cannot meet
 
@@ -114,7 +113,7 @@ def _words(key: Tensor, blocks: Tensor, stream: int) -> Words:
     return philox4x32((*halves(key[1] + blocks), zero + stream, zero), halves(key[0]))
 
 
-def _lanes(key: Tensor, count: int, stream: int, lanes: int, join: Callable[[Words], tuple[Tensor, ...]]) -> Tensor:
+def draw(key: Tensor, count: int, stream: int, lanes: int, join: Callable[[Words], tuple[Tensor, ...]]) -> Tensor:
     """``count`` numbers, ``lanes`` of them from each block, in the order of the stream.
 
     Eagerly each block is computed once. In a graph each number computes its own block and picks its lane: one kernel
@@ -147,112 +146,4 @@ def bits(key: Tensor, count: int, *, stream: int = 0) -> Tensor:
         >>> bits(random_key(0), 2)
         tensor([1713891541, 3781805453])
     """
-    return _lanes(key, count, stream, 4, lambda words: words)
-
-
-def _fractions(words: Words) -> tuple[Tensor, Tensor]:
-    """Two float64 numbers of 53 bits, uniform in [0, 1), from each block."""
-    first, second = (words[0] << 21) | (words[1] >> 11), (words[2] << 21) | (words[3] >> 11)
-    return first.to(torch.float64) * 2.0**-53, second.to(torch.float64) * 2.0**-53
-
-
-def _normals(words: Words) -> tuple[Tensor, Tensor]:
-    u, v = _fractions(words)
-    radius, angle = torch.sqrt(-2.0 * torch.log1p(-u)), (2.0 * math.pi) * v
-    return radius * torch.cos(angle), radius * torch.sin(angle)
-
-
-def uniform(
-    key: Tensor,
-    shape: Sequence[int],
-    low: float | Tensor = 0.0,
-    high: float | Tensor = 1.0,
-    *,
-    dtype: torch.dtype = torch.float32,
-    stream: int = 0,
-) -> Tensor:
-    r"""Numbers uniform in [low, high): :math:`low + (high - low) u`.
-
-    The fraction has 24 bits for dtypes of up to 32 bits and 53 for float64.
-
-    Args:
-        key: int64 tensor of shape (2,).
-        shape: of the result.
-        low: lower bound, included.
-        high: upper bound, excluded up to rounding.
-        dtype: of the result, a floating dtype.
-        stream: which stream of the key, as in :func:`bits`.
-
-    Example:
-        >>> uniform(random_key(0), (2,))
-        tensor([0.3990, 0.8805])
-    """
-    count = math.prod(shape)
-    if dtype == torch.float64:
-        value = _lanes(key, count, stream, 2, _fractions)
-    else:
-        value = (bits(key, count, stream=stream) >> 8).to(torch.float32) * 2.0**-24
-    value = value.reshape(tuple(shape))
-    if isinstance(low, Tensor) or isinstance(high, Tensor) or (low, high) != (0.0, 1.0):
-        value = low + (high - low) * value
-    return value.to(dtype)
-
-
-def normal(
-    key: Tensor,
-    shape: Sequence[int],
-    mean: float | Tensor = 0.0,
-    std: float | Tensor = 1.0,
-    *,
-    dtype: torch.dtype = torch.float32,
-    stream: int = 0,
-) -> Tensor:
-    r"""Normal numbers, by Box and Muller in float64: :math:`\mu + \sigma \sqrt{-2 \ln(1 - u)} \cos(2 \pi v)`.
-
-    Args:
-        key: int64 tensor of shape (2,).
-        shape: of the result.
-        mean: the mean.
-        std: the standard deviation.
-        dtype: of the result, a floating dtype.
-        stream: which stream of the key, as in :func:`bits`.
-
-    Example:
-        >>> normal(random_key(0), (1000,)).std().round(decimals=1)
-        tensor(1.)
-    """
-    unit = _lanes(key, math.prod(shape), stream, 2, _normals).reshape(tuple(shape))
-    return (mean + std * unit).to(dtype)
-
-
-def bernoulli(
-    key: Tensor,
-    p: float | Tensor,
-    shape: Sequence[int] | None = None,
-    *,
-    dtype: torch.dtype = torch.bool,
-    stream: int = 0,
-) -> Tensor:
-    """Ones with probability ``p``, zeros otherwise.
-
-    Args:
-        key: int64 tensor of shape (2,).
-        p: a number, or a tensor that broadcasts to ``shape``, in [0, 1].
-        shape: of the result; the shape of ``p`` by default.
-        dtype: of the result.
-        stream: which stream of the key, as in :func:`bits`.
-
-    Raises:
-        ValueError: if a number ``p`` lies outside [0, 1].
-
-    Example:
-        >>> bernoulli(random_key(0), 0.5, (4,))
-        tensor([ True, False, False, False])
-    """
-    if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
-        raise ValueError(f"p must lie in [0, 1], got {p}")
-    target = tuple(p.shape if isinstance(p, Tensor) else ()) if shape is None else tuple(shape)
-    word = bits(key, math.prod(target), stream=stream).reshape(target)
-    if isinstance(p, Tensor):
-        return (word.to(torch.float64) < p.to(torch.float64) * 2.0**32).to(dtype)
-    return (word < round(p * 2**32)).to(dtype)
+    return draw(key, count, stream, 4, lambda words: words)

@@ -33,6 +33,7 @@ __all__ = [
     "scan",
     "schema",
     "storage_of",
+    "switch_onednn",
     "trace",
     "untraced",
 ]
@@ -170,6 +171,13 @@ def module_tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
 def has_hooks(param: Tensor) -> bool:
     """Whether somebody registered a hook on a parameter, of either kind."""
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def switch_onednn(*, on: bool) -> bool:
+    """Let torch use oneDNN's kernels on the CPU or not; returns what was set before."""
+    before = bool(torch._C._get_mkldnn_enabled())
+    torch._C._set_mkldnn_enabled(on)
+    return before
 
 
 def storage_of(tensor: Tensor) -> int | None:

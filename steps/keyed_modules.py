@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..state.distributions import bernoulli
 from ..state.errors import RandomOpError
-from ..state.key import bernoulli
 from .random_ops import FIRST_STREAM
 
 __all__ = ["KeyedDropout", "bind_key", "keyed_modules", "refuse_unkeyed"]

@@ -21,8 +21,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from ..state.distributions import bernoulli, normal, uniform
 from ..state.errors import RandomOpError
-from ..state.key import bernoulli, normal, uniform
 from ..state.torch_private import DispatchMode, schema
 from .guard import Guard
 

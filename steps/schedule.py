@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..state.errors import ComposeError
 from .concern import Flow, Stateless
+from .guard import Guard
+from .random_ops import keyed
 from .schedules import Hyper, Range, check_hyper, evaluate
 
 __all__ = ["ScheduleConcern", "schedule"]
@@ -69,4 +71,6 @@ class ScheduleConcern(Stateless):
 
     def apply(self, flow: Flow) -> Flow:
         """The flow with the values at the state's count of updates."""
-        return flow.replace(hyper={**flow.hyper, **self(flow.state.counters.updates)})
+        with keyed(None, Guard(state=flow.state)):
+            now = self(flow.state.counters.updates)
+        return flow.replace(hyper={**flow.hyper, **now})

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import attrs
 import optree
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ..state.errors import BatchError
-from ..state.tree import NAMESPACE, flatten, leaves_with_paths
+from ..state.tree import NAMESPACE, as_tensors, flatten
 from .concern import Stateless
 
 __all__ = ["SplitBatch", "rows", "split_batch"]
@@ -20,7 +21,8 @@ def split_batch(count: int | None = None, *, size: int | None = None) -> SplitBa
     r"""Cut a batch of n rows into equal microbatches of :math:`\lceil n / K \rceil` rows and one smaller remainder.
 
     Tensors are cut on their first dimension; a list or tuple of tensors whose lengths differ is cut as a list of rows; a
-    ``PackedSequence`` by its sequences. Numbers, strings, 0-d tensors and unknown objects are repeated in each part.
+    ``PackedSequence`` by its sequences; a list or tuple with one string per row as the rows' names. Numbers, strings, 0-d
+    tensors and unknown objects are repeated in each part.
 
     Args:
         count: K, how many microbatches at the most; fewer where the rows run out first.
@@ -59,8 +61,10 @@ class SplitBatch(Stateless):
         """The microbatches, in order; tensors are views of the batch.
 
         Raises:
-            BatchError: if the batch has no rows, its leaves disagree on how many, or it has fewer than K.
+            BatchError: if the batch has no rows, its leaves disagree on how many, it has fewer than K, or a list of numbers
+                may be one per row or shared by all.
         """
+        batch = as_tensors(batch)
         total = rows(batch)
         if self.count is not None and total < self.count:
             raise BatchError(f"split_batch({self.count}): the batch has {total} rows, fewer than microbatches")
@@ -80,21 +84,10 @@ def rows(batch: Any) -> int:
         >>> rows((torch.zeros(3, 2), torch.zeros(3), 0.5))
         3
     """
-    return _read(batch)[0]
-
-
-def take_rows(batch: Any, start: int, stop: int) -> Any:
-    """The part of a batch from row ``start`` up to ``stop``; what has no rows stays whole."""
-    _, values, treedef = _read(batch)
-    return treedef.unflatten([_cut(value, start, stop) for value in values])
-
-
-def _read(batch: Any) -> tuple[int, list[Any], Any]:
-    """Rows, leaves and structure of a batch, lists of rows taken as leaves where the sizes say that they are."""
     flatten(batch)  # registers the records of a kind met for the first time
     seen: list[str] = []
-    for is_leaf in (lambda node: _is_packed(node), lambda node: _is_packed(node) or _is_row_list(node, batch)):
-        paths, values, treedef = optree.tree_flatten_with_accessor(batch, is_leaf=is_leaf, namespace=NAMESPACE)
+    for is_leaf in (_is_packed, lambda node: _is_packed(node) or _is_row_list(node, batch)):
+        paths, values, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_leaf, namespace=NAMESPACE)
         sizes = {path.codify("batch"): _length(value) for path, value in zip(paths, values, strict=True)}
         counted = {path: size for path, size in sizes.items() if size is not None}
         if len(set(counted.values())) == 1:
@@ -102,11 +95,20 @@ def _read(batch: Any) -> tuple[int, list[Any], Any]:
             if not total:
                 raise BatchError(f"the batch is empty: {', '.join(counted)} has 0 rows")
             _refuse_ambiguous(batch, total)
-            return total, values, treedef
+            return total
         seen.append(", ".join(f"{path} has {size}" for path, size in counted.items()))
     if not seen[0]:
         raise BatchError("the batch has no tensor with rows (a first dimension), so it cannot be counted or split")
     raise BatchError(f"the batch's leaves disagree on the number of rows: {seen[0]}")
+
+
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """The part of a batch from row ``start`` up to ``stop``; what has no rows stays whole."""
+    total = rows(batch)
+    values, treedef = optree.tree_flatten(
+        batch, is_leaf=lambda node: _has_rows(node, batch, total), namespace=NAMESPACE
+    )
+    return treedef.unflatten([_cut(value, start, stop) for value in values])
 
 
 def _is_packed(node: Any) -> bool:
@@ -120,13 +122,34 @@ def _is_row_list(node: Any, batch: Any) -> bool:
     return len({(x.dtype, x.dim(), tuple(x.shape[1:])) for x in node}) == 1
 
 
+def _is_names(node: Any, total: int) -> bool:
+    """One string per row, as torch's loader collates them."""
+    return type(node) in (list, tuple) and len(node) == total and all(isinstance(x, str) for x in node)
+
+
+def _has_rows(node: Any, batch: Any, total: int) -> bool:
+    """Whether a node is cut whole: a packed sequence, the rows' names, a list of rows that are not of one length."""
+    if _is_packed(node) or _is_names(node, total):
+        return True
+    return _is_row_list(node, batch) and len(node) == total and any(_length(x) != total for x in node)
+
+
 def _refuse_ambiguous(batch: Any, total: int) -> None:
-    nodes = optree.tree_leaves(batch, is_leaf=lambda node: _is_row_list(node, batch), namespace=NAMESPACE)
-    for node in nodes:
-        if isinstance(node, list) and len(node) == total > 1 and all(_length(x) == total for x in node):
+    def is_list(node: Any) -> bool:
+        return node is not batch and type(node) in (list, tuple) and len(node) == total > 1
+
+    for node in optree.tree_leaves(batch, is_leaf=is_list, namespace=NAMESPACE):
+        if not is_list(node):
+            continue
+        if _is_row_list(node, batch) and all(_length(x) == total for x in node):
             raise BatchError(
                 f"the batch holds a list of {total} tensors of {total} rows each: it may be a list of rows or of columns. "
                 "Use a tuple for columns; stack rows of one length into one tensor"
+            )
+        if all(isinstance(x, (bool, int, float)) for x in node):
+            raise BatchError(
+                f"the batch holds {total} rows and {node!r}: it may be one number per row or be shared by all. Make a "
+                "tensor of it where each row has its own; hand in a tensor of another shape, or a dict, where they share it"
             )
 
 
@@ -135,7 +158,7 @@ def _length(leaf: Any) -> int | None:
         return int(leaf.batch_sizes[0])
     if isinstance(leaf, Tensor):
         return leaf.shape[0] if leaf.dim() else None
-    return len(leaf) if isinstance(leaf, list) and leaf else None
+    return len(leaf) if isinstance(leaf, (list, tuple)) and leaf else None
 
 
 def _cut(leaf: Any, start: int, stop: int) -> Any:
@@ -143,6 +166,8 @@ def _cut(leaf: Any, start: int, stop: int) -> Any:
         return leaf
     if isinstance(leaf, PackedSequence):
         return _cut_packed(leaf, start, stop)
+    if isinstance(leaf, Tensor) and leaf.layout == torch.sparse_coo:
+        return torch.narrow_copy(leaf, 0, start, stop - start)  # a sparse tensor has no views
     return leaf[start:stop]
 
 
@@ -181,14 +206,3 @@ def _signature(part: Any) -> Any:
     values, treedef = flatten(part)
     marks = [(tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), repr(x)) for x in values]
     return treedef, marks
-
-
-def refuse_gradients(batch: Any) -> None:
-    """Refuse a batch with a leaf that requires a gradient: the step would drop it silently.
-
-    Raises:
-        BatchError: naming the leaf.
-    """
-    for path, leaf in leaves_with_paths(batch, "batch"):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise BatchError(f"{path} requires a gradient, which a step does not give; detach it")

@@ -91,7 +91,7 @@ class OptimizerStep:
         state = flow.state
         with self._watched(flow):
             params, opt_state = self(flow.value, state.opt_state, state.params, flow.hyper)
-        used = {**self.optimizer.hyperparams(state.opt_state), **flow.hyper}
+            used = {**self.optimizer.hyperparams(state.opt_state), **flow.hyper}
         fault = flow.fault
         ranges = self.optimizer.ranges or {}
         for name, value in used.items():

@@ -14,6 +14,7 @@ from ..state.errors import StateError
 from ..state.layout import Layout, named_buffers, named_params
 from ..state.torch_private import has_hooks, module_tables
 from ..state.tree import leaves, leaves_with_paths
+from .recurrent import unfuse_lstm
 
 __all__ = ["Template"]
 
@@ -43,6 +44,7 @@ class Template:
         self.trainable = frozenset(name for name, param in params.items() if param.requires_grad)
         _refuse_hooks(params)
         self.module = _copy_without_values(module, {**params, **buffers})
+        unfuse_lstm(self.module)
         names = {id(tensor): name for name, tensor in {**self.params, **self.buffers}.items()}
         self.constants = _constants(self.module, names)
         self._containers = [container for part in self.module.modules() for container in _containers(part)]
@@ -159,8 +161,9 @@ def _constants(module: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]
     found: list[tuple[str, Any]] = []
     for prefix, part in module.named_modules():
         tables = [id(table) for table in module_tables(part).values()]
-        attributes = {name: value for name, value in vars(part).items() if id(value) not in tables}
-        found += leaves_with_paths(attributes, prefix)
+        for name, value in vars(part).items():
+            if id(value) not in tables:
+                found += leaves_with_paths(value, f"{prefix}.{name}" if prefix else name)
     return {path: leaf for path, leaf in found if isinstance(leaf, Tensor) and id(leaf) not in names}
 
 
