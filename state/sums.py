@@ -14,12 +14,17 @@ from .errors import LossError
 from .records import Record, set_fields
 from .tree import Tree, register
 
-__all__ = ["Loss", "Sum", "Sums", "widen"]
+__all__ = ["Loss", "Sum", "Sums", "reals", "widen"]
 
 
 def widen(tensor: Tensor) -> Tensor:
     """In at least 32 bits, so that a sum keeps its small terms; other dtypes as they are."""
     return tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def reals(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of reals, with a last dimension of 2; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _summable(tensor: Tensor) -> Tensor:
@@ -42,9 +47,9 @@ def _as_weight(weight: Any, where: str) -> Tensor | int | float:
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
-    """A 0-d tensor beside ``like``: integers as int64, floats in at least 32 bits."""
+    """A 0-d tensor beside ``like``: integers as int64, floats as float64, so that many add up without a drift."""
     if isinstance(value, Tensor):
-        return widen(value) if value.is_floating_point() else value.to(torch.int64)
+        return value.to(torch.float64 if value.is_floating_point() else torch.int64)
     return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=like.device)
 
 

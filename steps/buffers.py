@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..state.sums import reals
+
 __all__ = ["buffer_mean", "buffer_sum"]
 
 _NOTHING = -0.0  # the number that changes no other when added, a negative zero neither
@@ -24,31 +26,26 @@ def buffer_sum(after: Tensor, opening: Tensor, weight: Tensor) -> Tensor:
     if not _is_inexact(opening):
         change = after.to(torch.int64) - opening.to(torch.int64)
         return torch.where(weight > 0, change.to(torch.float64) * weight, _NOTHING)
-    total = torch.where(weight > 0, after.to(_wide(opening)) * weight, _NOTHING)
-    if not _is_widest(opening):
+    now, before = reals(after), reals(opening)
+    total = torch.where(weight > 0, now.to(torch.float64) * weight, _NOTHING)
+    if before.dtype != torch.float64:
         return total
-    written = (after != opening) & ~((after != after) & (opening != opening))
-    return torch.stack([total, (written & (weight > 0)).to(total.dtype)])
+    written = (now != before) & ~((now != now) & (before != before))
+    return torch.stack([total, (written & (weight > 0)).to(torch.float64)])
 
 
 def buffer_mean(total: Tensor, opening: Tensor, weight: Tensor) -> Tensor:
     """The buffer after an update from the summed parts; the opening one where the summed weight is zero."""
+    before = reals(opening)
     if not _is_inexact(opening):
-        mean = opening.to(torch.int64) + (total / weight).round().to(torch.int64)
-    elif _is_widest(opening):
-        mean = torch.where(total[1].real > 0, total[0] / weight, opening)
+        mean = before.to(torch.int64) + (total / weight).round().to(torch.int64)
+    elif before.dtype == torch.float64:
+        mean = torch.where(total[1] > 0, total[0] / weight, before)
     else:
         mean = total / weight
-    return torch.where(weight > 0, mean.to(opening.dtype), opening)
+    chosen = torch.where(weight > 0, mean.to(before.dtype), before)
+    return torch.view_as_complex(chosen) if opening.is_complex() else chosen
 
 
 def _is_inexact(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _is_widest(buffer: Tensor) -> bool:
-    return buffer.dtype in (torch.float64, torch.complex128)
-
-
-def _wide(buffer: Tensor) -> torch.dtype:
-    return torch.complex128 if buffer.is_complex() else torch.float64

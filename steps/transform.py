@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..state.errors import StateError
-from ..state.sums import widen
+from ..state.sums import reals, widen
 from ..state.tree import Tree, difference, fill, flatten, leaves, map_leaves, map_leaves_to
 from .schedules import Range
 
@@ -150,7 +150,7 @@ def update_leaves(rule: LeafRule, grads: Tree, params: Tree, *moments: Tree, spa
     def on_leaf(grad: Tensor, param: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
         if grad.layout != torch.strided and not sparse:
             raise StateError("this optimizer has no rule for sparse gradients; use sgd, or a dense embedding")
-        real = [_reals(x) for x in (grad, param, *held)]
+        real = [reals(x) for x in (grad, param, *held)]
         update, *after = rule(*(widen(x) for x in real))
         after = [new.to(old.dtype) for new, old in zip(after, real[2:], strict=True)]
         return tuple(_back(x, param) for x in (update, *after))
@@ -174,10 +174,6 @@ def _refuse_misfit(grads: Tree, like: Tree, what: str) -> None:
             problem = f"{path} has a gradient of shape {tuple(grad.shape)} but a {what} of {found}"
     if problem is not None:
         raise StateError(f"gradients and {what}s do not fit, make the state with ps.init(model, step): {problem}")
-
-
-def _reals(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _back(value: Tensor, param: Tensor) -> Tensor:
