@@ -1,4 +1,4 @@
-"""What becomes of a module's buffers: untouched ones keep their bits, written ones follow the rule, zero weights add nothing."""
+"""What becomes of buffers: untouched ones keep their bits, written ones follow the rule, zero weights add nothing."""
 
 import math
 
