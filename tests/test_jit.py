@@ -1,5 +1,8 @@
 """The compiled step: the same function, the same bits, one compile, and donation that gives up exactly one state."""
 
+import enum
+import math
+import pathlib
 import threading
 import warnings
 
@@ -119,6 +122,40 @@ def test_a_number_in_the_batch_that_changes_is_said_to_compile_again():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fast(state, {"x": x, "scale": 1.0})
+
+
+class Colour(enum.Enum):
+    RED = 1.0
+    BLUE = -1.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.0, -0.0), (1, True), (1, 1.0), (Colour.RED, Colour.BLUE), ("a", "b"), (torch.float32, torch.int8)],
+)
+def test_plain_values_of_a_batch_are_told_apart(one, other):
+    def loss(w, batch, key):
+        known = {float: math.copysign(2.0, batch["how"]) if isinstance(batch["how"], float) else 0.0}
+        factor = known.get(type(batch["how"]), 3.0 if repr(batch["how"]) == repr(one) else 5.0)
+        return ps.Loss((w * batch["x"]).sum() * factor, weight=len(batch["x"]))
+
+    step = ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
+    fast, state, x = ps.jit(step, device=CPU, backend="aot_eager"), toy_state(step), torch.ones(4, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for how in (one, other, one, math.nan, math.nan):
+            batch = {"x": x, "how": how}
+            assert differing(step(state, batch)[0], fast(state, batch)[0]) == []
+    assert fast.compiles == 3
+
+
+@pytest.mark.parametrize("leaf", [object(), {1}, lambda: 0, range(3), pathlib.Path(".")])
+def test_an_object_in_a_batch_cannot_be_told_apart_and_is_refused(leaf):
+    step = ps.compose(lambda batch: batch["x"], *toy_step().concerns)
+    state, batch = toy_state(step), {"x": torch.ones(4, dtype=torch.float64), "what": leaf}
+    with pytest.raises(ps.BatchError, match=type(leaf).__name__):
+        ps.jit(step, device=CPU, backend="aot_eager")(state, batch)
+    assert float(step(state, batch)[0].params) == -1.0  # eagerly it is handed on
 
 
 def test_a_donated_state_raises_and_its_tensors_hold_the_new_one():

@@ -172,7 +172,9 @@ def test_a_draw_leaves_the_global_generators_and_its_key_alone(draw):
     assert key.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 24), (torch.float64, 53)])
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float32, 24), (torch.float64, 53), (torch.bfloat16, 8), (torch.float16, 11)]
+)
 def test_uniform_fills_its_range_to_the_last_bit(dtype, width):
     value = ps.uniform(ps.random_key(2), (100_000,), dtype=dtype).to(torch.float64)
     scaled = value * 2.0**width
@@ -193,6 +195,19 @@ def test_uniform_and_normal_have_their_moments(dtype):
     assert float(u.var()) == pytest.approx(16 / 12, rel=0.02)
     moments = [float((z**power).mean()) for power in (1, 2, 3, 4)]
     assert moments == pytest.approx([0.0, 1.0, 0.0, 3.0], abs=0.08)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_have_two_independent_parts(dtype):
+    n = 200_000
+    u, z = (torch.view_as_real(draw(ps.random_key(5), (n,), dtype=dtype)) for draw in (ps.uniform, ps.normal))
+    assert u.dtype == z.dtype == dtype.to_real()
+    for part in (0, 1):
+        assert float(u[:, part].mean()) == pytest.approx(0.5, abs=0.01)
+        assert float(z[:, part].mean()) == pytest.approx(0.0, abs=0.01)
+        assert float(z[:, part].var()) == pytest.approx(0.5, rel=0.02)
+    for both in (u, z):
+        assert abs(float(torch.corrcoef(both.T)[0, 1])) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -223,6 +223,49 @@ def test_bad_arguments_are_refused_by_name(make, words):
         make()
 
 
+UNFIT = {
+    "unknown": (ps.sgd(0.1), {"b1": 0.5}, "no hyperparameter b1; it has lr, weight_decay"),
+    "b1 at one": (ps.adam(), {"b1": 1.0}, r"b1 must be finite and in \[0.0, 1.0\), got 1.0"),
+    "b2 above one": (ps.adamw(), {"b2": torch.tensor(1.5)}, "b2 must be finite"),
+    "negative decay": (ps.sgd(0.1), {"weight_decay": -1.0}, "weight_decay must be finite"),
+    "unknown to all parts": (ps.chain(ps.sgd(0.1), ps.sgd(1.0)), {"eps": 0.1}, "no hyperparameter eps"),
+}
+
+
+def composed(tx, **hyper):
+    return ps.compose(
+        ps.forward(lambda w, x, key: ps.Loss((w * x).sum(), weight=len(x))),
+        ps.backward(), ps.accumulate(), ps.schedule(**hyper), ps.step(tx),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("tx", "hyper", "words"), UNFIT.values(), ids=UNFIT)
+def test_a_schedule_that_does_not_fit_the_optimizer_is_refused_when_composed(tx, hyper, words):
+    with pytest.raises(ps.ComposeError, match=words):
+        composed(tx, **hyper)
+
+
+def test_a_schedule_may_set_what_the_optimizer_may_be_built_with():
+    x = torch.ones(2, dtype=torch.float64)
+    for tx, hyper, moved in (
+        (ps.sgd(1.0), {"lr": -0.5}, 0.5),
+        (ps.chain(ps.sgd(0.5), ps.sgd(-1.0, weight_decay=0.1)), {"lr": 2.0}, 4.0),
+        (ps.chain(ps.adam(0.5), ps.sgd(-1.0)), {"b1": 0.5, "lr": -1.0}, 1.0),
+    ):
+        step = composed(tx, **hyper)
+        new, _ = step(ps.init(torch.zeros((), dtype=torch.float64), step), x)
+        assert float(new.params) == pytest.approx(moved, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["b1", "b2", "weight_decay"])
+def test_a_schedule_that_leaves_the_range_stops_there(name):
+    step = composed(ps.adam(0.1), **{name: ps.piecewise(0.5, {1: 1.0 if name != "weight_decay" else -1.0})})
+    state, x = ps.init(torch.zeros((), dtype=torch.float64), step), torch.ones(2, dtype=torch.float64)
+    state, _ = step(state, x)
+    with pytest.raises(ps.NumericsError, match="out of its range"):
+        step(state, x)
+
+
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [

@@ -4,6 +4,7 @@ import dataclasses
 from collections import namedtuple
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -130,6 +131,52 @@ def test_a_list_that_may_be_rows_or_columns_is_refused():
 def test_a_list_as_the_batch_itself_is_columns():
     with pytest.raises(ps.BatchError, match=r"batch\[0\] has 3, batch\[1\] has 2"):
         ps.split_batch(2)([torch.zeros(3), torch.zeros(2)])
+
+
+def test_numpy_arrays_are_tensors():
+    batch = {"x": np.arange(6.0).reshape(3, 2), "flip": np.arange(3)[::-1], "scale": np.float32(0.5), "n": np.int64(3)}
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    parts = ps.split_batch(3)({**batch, "fixed": fixed})
+    assert [part["x"].tolist() for part in parts] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
+    assert [part["flip"].tolist() for part in parts] == [[2], [1], [0]]
+    assert all(torch.equal(part["scale"], torch.tensor(0.5)) for part in parts)
+    with pytest.raises(ps.BatchError, match=r"batch\['names'\] is a NumPy array of dtype <U1"):
+        ps.split_batch(3)({**batch, "names": np.array(["a", "b", "c"])})
+
+
+def test_numpy_and_tensor_batches_train_alike_in_every_form():
+    def loss(w, batch, key):
+        return ps.Loss((w * batch["x"]).sum() * batch["scale"], weight=len(batch["x"]))
+
+    step = ps.compose(ps.split_batch(2), ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
+    state = ps.init(torch.zeros((), dtype=torch.float64), step)
+    arrays = {"x": np.array([1.0, 2.0, 4.0]), "scale": np.float64(3.0)}
+    tensors = {"x": torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), "scale": torch.tensor(3.0, dtype=torch.float64)}
+    fast = ps.jit(step, device=ps.devices.cpu(), backend="aot_eager")
+    found = [float(run(state, batch)[0].params) for run in (step, fast) for batch in (arrays, tensors)]
+    assert found == [-7.0] * 4
+    assert fast.compiles == 1
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_one_string_per_row_is_cut_with_the_rows(kind):
+    parts = ps.split_batch(2)({"x": torch.zeros(3), "names": kind("abc"), "task": kind("ab"), "title": "abc"})
+    assert [part["names"] for part in parts] == [kind("ab"), kind("c")]
+    assert [(part["task"], part["title"]) for part in parts] == [(kind("ab"), "abc")] * 2
+
+
+@pytest.mark.parametrize("numbers", [[0.1, 0.2, 0.3], (1, 2, 3), [True, False, True]])
+def test_one_number_per_row_in_a_list_is_refused(numbers):
+    with pytest.raises(ps.BatchError, match="one number per row or be shared by all"):
+        ps.split_batch(3)({"x": torch.zeros(3), "weights": numbers})
+    assert ps.split_batch(2)({"x": torch.zeros(4), "weights": numbers})[1]["weights"] == numbers
+
+
+def test_sparse_batches_are_cut_eagerly():
+    x = torch.eye(4).to_sparse()
+    parts = ps.split_batch(2)((x, torch.arange(4)))
+    assert [part[0].to_dense().tolist() for part in parts] == [torch.eye(4)[:2].tolist(), torch.eye(4)[2:].tolist()]
 
 
 def test_arguments_are_checked():
