@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import time
 from pathlib import Path
 
 from ..state.errors import CompileError
@@ -26,12 +27,27 @@ def refuse_damaged() -> None:
     if not sys.platform.startswith("linux"):
         return
     folder = compile_cache_folder()
-    damaged = [str(path) for path in sorted(folder.glob("*/*.so")) if not is_whole_library(path)]
+    damaged = [str(path) for path in sorted(folder.glob("*/*.so")) if not _becomes_whole(path)]
     if damaged:
         raise CompileError(
             f"the compile cache is damaged: {', '.join(damaged)} is no whole library. Remove the file, or the folder "
             f"{folder}; what it held is compiled again. Nothing was run"
         )
+
+
+_SETTLED = 5.0  # seconds without a change after which nobody is writing a file any more
+
+
+def _becomes_whole(path: Path) -> bool:
+    """Whether a library is whole, or will be: another process may be linking it into the shared cache right now."""
+    while not is_whole_library(path):
+        try:
+            if abs(time.time() - path.stat().st_mtime) > _SETTLED:
+                return False
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return True
 
 
 def is_whole_library(path: Path) -> bool:

@@ -50,6 +50,7 @@ def test_a_damaged_cache_is_said_and_then_mended(tmp_path):
     whole = libraries[-1].read_bytes()
     for broken in (whole[: len(whole) // 2], b"no library", b""):
         libraries[-1].write_bytes(broken)
+        os.utime(libraries[-1], (0, 0))  # a file of this moment would be one that somebody is still writing
         out, _ = run(cache)
         assert out.startswith(f"refused: the compile cache is damaged: {libraries[-1]}")
         assert out.endswith("state: 0.0")
@@ -61,6 +62,25 @@ def test_a_damaged_cache_is_said_and_then_mended(tmp_path):
     out, log = run(cache)
     assert out == "ran -1.0"  # compiled again
     assert "unable to load" in log or "codecache" in log  # and torch said so
+
+
+def test_a_library_that_another_process_is_writing_is_waited_for(tmp_path, monkeypatch):
+    import threading
+
+    import torch
+
+    from purestep.core import compile_cache
+
+    whole = next(Path(torch.__file__).parent.glob("lib/libc10.so")).read_bytes()
+    library = tmp_path / "ab" / "abc.so"
+    library.parent.mkdir()
+    library.write_bytes(whole[:5000])
+    monkeypatch.setattr(compile_cache, "compile_cache_folder", lambda: tmp_path)
+    writer = threading.Timer(0.3, library.write_bytes, [whole])
+    writer.start()
+    compile_cache.refuse_damaged()
+    assert library.read_bytes() == whole
+    writer.join()
 
 
 def test_a_whole_library_is_told_from_a_shortened_one(tmp_path):
