@@ -89,6 +89,7 @@ def test_a_whole_library_is_told_from_a_shortened_one(tmp_path):
     library = Path(next(Path(torch.__file__).parent.glob("lib/libc10.so")))
     assert is_whole_library(library)
     short = tmp_path / "short.so"
-    short.write_bytes(library.read_bytes()[:-1000])
+    content = library.read_bytes()
+    short.write_bytes(content[: len(content) // 2])
     assert not is_whole_library(short)
     assert is_whole_library(tmp_path / "gone.so")

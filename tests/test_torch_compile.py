@@ -15,6 +15,7 @@ def dynamo():
     if not hasattr(dynamo.config, "trace_autograd_ops"):
         pytest.skip("this torch cannot trace autograd.grad")
     dynamo.reset()
+    dynamo.utils.counters.clear()  # not part of a reset: graphs of other tests would count
     with dynamo.config.patch(trace_autograd_ops=True):
         yield dynamo
     dynamo.reset()
