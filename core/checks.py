@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..state.errors import BatchError, StateError
 from ..state.record import TrainState
-from ..state.tree import difference, flatten, leaves, leaves_with_paths, map_leaves
+from ..state.spec import difference
+from ..state.tree import flatten, leaves, leaves_with_paths, map_leaves
 from ..steps.step import OptimizerStep
 
 if TYPE_CHECKING:

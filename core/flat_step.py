@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..state.errors import StateError
 from ..state.record import FlatState, TrainState
+from ..state.spec import difference
 from ..state.torch_private import storage_of
-from ..state.tree import TreeDef, difference, flatten, unflatten
+from ..state.tree import TreeDef, flatten, unflatten
 
 __all__ = ["FlatStep", "Outputs", "flat_step"]
 

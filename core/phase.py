@@ -17,8 +17,9 @@ from torch import Tensor
 from ..state.errors import ComposeError, LossError, StateError
 from ..state.key import fold_in
 from ..state.record import Counters, TrainState
+from ..state.spec import difference
 from ..state.sums import Loss, Sum, Sums
-from ..state.tree import Tree, as_tensors, difference, leaves, map_leaves
+from ..state.tree import Tree, as_tensors, leaves, map_leaves
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.concern import Applied, Custom, Flow

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..state import torch_private
 from ..state.errors import PurestepError, TraceError
-from ..steps.random_ops import draws
+from ..steps.random_rules import draws
 from .closures import refuse_closed_over
 from .compose import Step
 from .flat_step import FlatStep

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .errors import StateError
 from .record import TrainState
-from .tree import difference, flatten, leaves_with_paths, unflatten
+from .spec import difference
+from .tree import flatten, leaves_with_paths, unflatten
 
 __all__ = ["load_state_dict", "state_dict"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..state.tree import Tree
-from .schedules import ANY, Hyper, Range, check_hyper, evaluate
+from .hyper import ANY, Hyper, Range, check_hyper, evaluate
 from .transform import (
     HyperValues,
     LeafRule,

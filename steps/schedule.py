@@ -11,8 +11,8 @@ from torch import Tensor
 from ..state.errors import ComposeError
 from .concern import Flow, Stateless
 from .guard import Guard
+from .hyper import Hyper, Range, check_hyper, evaluate
 from .random_ops import keyed
-from .schedules import Hyper, Range, check_hyper, evaluate
 
 __all__ = ["ScheduleConcern", "schedule"]
 

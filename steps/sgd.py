@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..state.tree import Tree
-from .schedules import ANY, Hyper, Range, check_hyper, evaluate
+from .hyper import ANY, Hyper, Range, check_hyper, evaluate
 from .transform import HyperValues, Transformation, merged, moments_like, scalar_like, update_leaves, zero_count
 
 __all__ = ["SgdState", "sgd"]

@@ -16,8 +16,8 @@ from ..state.tree import Tree
 from .concern import Flow
 from .faults import RATE
 from .guard import Guard
+from .hyper import ANY
 from .random_ops import keyed
-from .schedules import ANY
 from .transform import Transformation, apply_updates
 
 __all__ = ["OptimizerStep", "step"]

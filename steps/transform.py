@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..state.errors import StateError
+from ..state.spec import difference
 from ..state.sums import reals, widen
-from ..state.tree import Tree, difference, fill, flatten, leaves, map_leaves, map_leaves_to
-from .schedules import Range
+from ..state.tree import Tree, fill, flatten, leaves, map_leaves, map_leaves_to
+from .hyper import Range
 
 __all__ = ["ChainState", "Transformation", "apply_updates", "chain", "moments_like", "update_leaves", "zero_count"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import purestep as ps
-from purestep.state.tree import spec
+from purestep.state.spec import spec
 
 from .toys import differing, snapshot
 

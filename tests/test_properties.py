@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 import purestep as ps
-from purestep.state.tree import difference
+from purestep.state.spec import difference
 
 from strategies import setups
 from toys import differing, snapshot

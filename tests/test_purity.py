@@ -144,7 +144,7 @@ def test_structure_shapes_and_dtypes_of_the_state_stay(dtype, backend):
     step = mlp_step(model, split=2)
     state = ps.init(model, step)
     new, metrics = runner(step, backend)(state, batch)
-    from purestep.state.tree import difference
+    from purestep.state.spec import difference
 
     assert difference(state, new) is None
     assert new.params["0.weight"].dtype == dtype

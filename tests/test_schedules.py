@@ -9,7 +9,7 @@ from hypothesis import given
 
 import purestep as ps
 from purestep.state.torch_private import fake_mode, fake_of, trace
-from purestep.steps.schedules import evaluate
+from purestep.steps.hyper import evaluate
 
 COUNTS = [*range(25), 49, 50, 51, 99, 100, 101, 10**6, 2**40]
 RATES = st.floats(1e-9, 10.0, allow_subnormal=False)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 
 import purestep as ps
+from purestep.state.spec import difference
 from purestep.state.torch_private import fake_mode, fake_of, trace
-from purestep.state.tree import difference
 
 from .strategies import finite
 from .toys import differing, snapshot
