@@ -25,16 +25,20 @@ class Source:
     stream: int
 
     def bernoulli(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Ones and zeros of this stream."""
         return bernoulli(self.key, *args, **kwargs, stream=self.stream)
 
     def uniform(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Uniform numbers of this stream."""
         return uniform(self.key, *args, **kwargs, stream=self.stream)
 
     def normal(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Normal numbers of this stream."""
         return normal(self.key, *args, **kwargs, stream=self.stream)
 
 
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an aten operation by name, with the schema's defaults."""
     arguments = schema(func).arguments
     given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     given.update({argument.name: value for argument, value in zip(arguments, args, strict=False)})
