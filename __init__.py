@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import devices as devices
+    from .core import properties as properties
     from .core.compose import Step as Step
     from .core.compose import compose as compose
     from .core.device import Device as Device
     from .core.init import init as init
     from .core.jit import Jitted as Jitted
     from .core.jit import jit as jit
+    from .core.properties import strategies as strategies
+    from .core.properties.digest import DigestTrace as DigestTrace
+    from .core.properties.explain import explain_difference as explain_difference
+    from .core.properties.failure import PropertyError as PropertyError
     from .state.constants import constant as constant
     from .state.distributions import bernoulli as bernoulli
     from .state.distributions import normal as normal
@@ -78,6 +83,9 @@ _HOMES = {
     "core.device": ("Device",),
     "core.init": ("init",),
     "core.jit": ("Jitted", "jit"),
+    "core.properties.digest": ("DigestTrace",),
+    "core.properties.explain": ("explain_difference",),
+    "core.properties.failure": ("PropertyError",),
     "state.constants": ("constant",),
     "state.distributions": ("bernoulli", "normal", "uniform"),
     "state.errors": (
@@ -116,12 +124,14 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["devices", *sorted(_HOME_OF)]
+_MODULES = {"devices": "devices", "properties": "core.properties", "strategies": "core.properties.strategies"}
+
+__all__ = [*_MODULES, *sorted(_HOME_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "devices":
-        return import_module(".devices", __name__)
+    if name in _MODULES:
+        return import_module(f".{_MODULES[name]}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

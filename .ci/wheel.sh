@@ -8,7 +8,7 @@ trap 'rm -rf "$work"' EXIT
 
 "$python" -m build --wheel --no-isolation --outdir "$work/dist" "$root" >"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
 "$python" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" torch==2.13.0 pytest "$work"/dist/*.whl
+"$work/venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" torch==2.13.0 pytest hypothesis rich tyro "$work"/dist/*.whl
 cd "$work"
 "$work/venv/bin/python" - <<'PY'
 import importlib.resources

@@ -14,7 +14,7 @@ from ..state.constants import is_constant
 from ..state.errors import TraceError
 from .compose import Step
 
-__all__ = ["refuse_closed_over"]
+__all__ = ["held", "refuse_closed_over"]
 
 
 def refuse_closed_over(graph: torch.fx.GraphModule, step: Step) -> None:
@@ -56,7 +56,7 @@ def _made_inside(node: torch.fx.Node) -> bool:
 
 
 def _name(tensor: Tensor, step: Step) -> str:
-    for where, value in _held(step):
+    for where, value in held(step):
         if value is tensor:
             return where
         if isinstance(value, nn.Module):
@@ -66,7 +66,7 @@ def _name(tensor: Tensor, step: Step) -> str:
     return "a tensor"
 
 
-def _held(step: Step) -> Iterator[tuple[str, Any]]:
+def held(step: Step) -> Iterator[tuple[str, Any]]:
     """What the step's functions can reach, with names: closures, globals, defaults; and the template's attributes."""
     for concern in step.concerns:
         for fn in (getattr(concern, "loss", None), getattr(concern, "fn", None)):

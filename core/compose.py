@@ -212,7 +212,7 @@ class Step:
         """The same step with templates of its own."""
         own: dict[int, Any] = {id(phase.forward): phase.forward.apart() for phase in self.phases}
         phases = tuple(attrs.evolve(phase, forward=own[id(phase.forward)]) for phase in self.phases)
-        return Step(tuple(own.get(id(concern), concern) for concern in self.concerns), phases)
+        return attrs.evolve(self, concerns=tuple(own.get(id(c), c) for c in self.concerns), phases=phases)
 
     def run(self, state: TrainState, batch: Any, device: Device | None = None) -> tuple[TrainState, Metrics]:
         """The step without its checks: what is traced. A device reduces the sums between local and apply."""

@@ -11,7 +11,7 @@ import purestep as ps
 
 ROOT = Path(ps.__file__).parent
 ARROWS = {"state": set(), "steps": {"state"}, "devices": {"state"}, "core": {"state", "steps"}}
-FILES = [path for folder in ARROWS for path in sorted((ROOT / folder).glob("*.py"))]
+FILES = [path for folder in ARROWS for path in sorted((ROOT / folder).rglob("*.py"))]
 PRIVATE = ("torch._", "torch.fx.experimental", "torch.utils._python_dispatch")
 
 
@@ -26,20 +26,20 @@ def imports(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_a_layer_imports_only_the_layers_below(path):
-    layer = path.parent.name
+    parts = path.relative_to(ROOT).parts
     for level, module in imports(path):
         assert not module.startswith("purestep"), "inside the package imports are relative"
-        if level == 2:
-            assert module.split(".")[0] in ARROWS[layer], f"{layer} must not import {module}"
-        assert level <= 2
+        if level == len(parts):
+            assert module.split(".")[0] in ARROWS[parts[0]], f"{parts[0]} must not import {module}"
+        assert level <= len(parts)
 
 
 def test_no_file_imports_in_a_circle():
     edges = {}
     for path in FILES:
-        package = path.parent.name
-        edges[f"{package}.{path.stem}"] = {
-            f"{package}.{module}" if level == 1 else module for level, module in imports(path) if level
+        package = path.relative_to(ROOT).parts[:-1]
+        edges[".".join((*package, path.stem))] = {
+            ".".join((*package[: len(package) + 1 - level], module)) for level, module in imports(path) if level
         }
     seen, done = [], set()
 

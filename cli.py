@@ -1,0 +1,168 @@
+"""The command ``purestep``: ``check`` asks a script's step for its properties, ``diff`` compares the digests of two runs."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["check", "diff", "main"]
+
+
+def main() -> None:
+    """Run the command line, and exit with 0, with 1 where something does not hold, with 2 where it cannot be asked."""
+    import tyro
+
+    commands: dict[str, Any] = {"check": check, "diff": diff}
+    sys.exit(tyro.extras.subcommand_cli_from_dict(commands, prog="purestep", description=__doc__))
+
+
+def check(
+    script: Path,
+    /,
+    *,
+    step: str = "",
+    state: str = "",
+    batch: str = "",
+    backend: tuple[Literal["aot_eager", "inductor"], ...] = ("aot_eager",),
+    only: tuple[str, ...] = (),
+    processes: int = 0,
+    fix_hint: bool = False,
+) -> int:
+    """Ask every property of the step in a script, and print what holds, what does not and why.
+
+    The script is run. Then its step, state and batch are looked up: what a function ``purestep_check()`` of the script
+    returns as ``(step, state, batch)``, or its variables: the only compiled or composed step, the only state, and ``batch``
+    or the first item of ``batches`` or ``loader``.
+
+    Args:
+        script: the file.
+        step: name of the step's variable.
+        state: name of the state's variable.
+        batch: name of the batch's variable.
+        backend: what compiled forms are compared with the eager one.
+        only: names of properties; all by default.
+        processes: in how many other processes the step must give the same bits.
+        fix_hint: print what to do about what fails.
+    """
+    from rich.console import Console
+
+    console = Console()
+    try:
+        found = _look_up(script, {"step": step, "state": state, "batch": batch})
+        report = _asked(found, backend, only, processes)
+    except (LookupError, ValueError) as error:
+        console.print(f"{script}: {error}", markup=False, highlight=False)
+        return 2
+    console.print(_table(report, fix_hint=fix_hint))
+    return 0 if report.ok else 1
+
+
+def diff(run_a: Path, run_b: Path, /) -> int:
+    """Compare two traces of digests, and say at which call and in which leaf the runs part.
+
+    Args:
+        run_a: a file that ``DigestTrace`` wrote, or a folder that holds one as ``digests.jsonl``.
+        run_b: the other one.
+    """
+    from .core.properties.digest import compare_traces
+
+    try:
+        found = compare_traces(*(path / "digests.jsonl" if path.is_dir() else path for path in (run_a, run_b)))
+    except ValueError as error:
+        print(error)
+        return 2
+    print(found or "the runs agree in every call that both have")
+    return 0 if found is None else 1
+
+
+def _asked(found: tuple[Any, Any, Any, list[Any]], backends: Any, only: tuple[str, ...], processes: int) -> Any:
+    import attrs
+
+    from .core.properties import PropertyError, Report, Result, assert_deterministic
+    from .core.properties import check as check_step
+    from .devices import cpu
+
+    step, state, batch, batches = found
+    report = check_step(step, state, batch, batches=batches, device=cpu(), backends=backends, only=only)
+    if processes:
+        try:
+            assert_deterministic(step, state, batch, runs=1, processes=processes)
+            extra = Result(f"the same in {processes} more processes", "holds")
+        except PropertyError as error:
+            extra = Result(f"the same in {processes} more processes", "fails", str(error), error.hint)
+        report = attrs.evolve(report, results=(*report.results, extra))
+    assert isinstance(report, Report)
+    return report
+
+
+def _look_up(script: Path, names: dict[str, str]) -> tuple[Any, Any, Any, list[Any]]:
+    """The script's step, state, batch, and further batches.
+
+    Raises:
+        LookupError: naming what was not found, and how to say where it is.
+    """
+    from .core.compose import Step
+    from .core.jit import Jitted
+    from .state.record import TrainState
+
+    if not script.exists():
+        raise LookupError("there is no such file")
+    held = _run(script)
+    if callable(held.get("purestep_check")):
+        step, state, batch = held["purestep_check"]()
+        return step, state, batch, []
+    step = _named(held, names["step"], "step", Jitted, Step)
+    state = _named(held, names["state"], "state", TrainState)
+    name = names["batch"] or next((n for n in ("batch", "batches", "loader") if n in held), "")
+    if name not in held:
+        raise LookupError("it has no batch, batches or loader; name its batch with --batch, or define purestep_check()")
+    if name in ("batches", "loader") and isinstance(held[name], Iterable):
+        batches = list(islice(held[name], 4))
+        return step, state, batches[0], batches
+    return step, state, held[name], []
+
+
+def _run(script: Path) -> dict[str, Any]:
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [str(script)], [str(script.resolve().parent)]
+    try:
+        return runpy.run_path(str(script), run_name="purestep_check")
+    finally:
+        sys.argv, sys.path[:] = before[0], before[1]
+
+
+def _named(held: dict[str, Any], name: str, what: str, *kinds: type) -> Any:
+    if name:
+        if name not in held:
+            raise LookupError(f"it has no variable {name!r} for --{what}")
+        return held[name]
+    for kind in kinds:
+        found = {id(value): variable for variable, value in held.items() if isinstance(value, kind)}
+        if len(found) == 1:
+            return held[next(iter(found.values()))]
+        if len(found) > 1:
+            raise LookupError(f"it has several: {', '.join(found.values())}; choose one with --{what}")
+    raise LookupError(
+        f"it has no {what}; name it with --{what}, or define purestep_check() that returns step, state, batch"
+    )
+
+
+def _table(report: Any, *, fix_hint: bool) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("property", "verdict", "why", *(["what to do"] if fix_hint else []), "seconds")
+    colours = {"holds": "green", "fails": "red", "not asked": "yellow"}
+    for result in report.results:
+        hint = [Text(result.hint)] if fix_hint else []
+        verdict = Text(result.verdict, style=colours[result.verdict])
+        table.add_row(Text(result.name), verdict, Text(result.why), *hint, f"{result.seconds:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Where two runs part: the first concern, and the first operation, whose bits differ."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ...state.record import TrainState, copy_state
+from ...state.torch_private import DispatchMode
+from ...state.tree import leaves
+from ..compose import Step
+from ..device import Device
+from ..jit import Jitted, jit
+from .difference import Difference, first_difference
+from .tape import TAP, concern_of, tapped
+
+__all__ = ["Explanation", "explain_difference"]
+
+
+@attrs.frozen
+class Explanation:
+    """Where two runs differ first.
+
+    Attributes:
+        concern: the concern whose output differs, with all before it equal.
+        difference: its first differing element.
+        operation: the tensor operation whose result differs first, with the line of code; ``None`` where the two runs are
+            compiled or do not run the same operations.
+    """
+
+    concern: str
+    difference: Difference
+    operation: str | None = None
+
+    def __str__(self) -> str:
+        operation = f", in {self.operation}" if self.operation else ""
+        return f"{self.concern}{operation}: {self.difference}"
+
+
+def explain_difference(
+    step: Step | Jitted,
+    state: TrainState,
+    batch: Any,
+    *,
+    against: Step | Jitted | None = None,
+    other_state: TrainState | None = None,
+    other_batch: Any = None,
+    between: Callable[[], None] | None = None,
+) -> Explanation | None:
+    """Run twice, and say at which concern and in which operation the first bit differs.
+
+    The two runs are of ``step`` and of ``against`` (the same step by default), from ``state`` and ``other_state``, on
+    ``batch`` and ``other_batch``.
+
+    Args:
+        step: a step, or a compiled one: then its backend is used.
+        state: the state of the first run; not changed.
+        batch: the batch of the first run.
+        against: what the second run runs.
+        other_state: the state of the second run; ``state`` by default.
+        other_batch: the batch of the second run; ``batch`` by default.
+        between: called before the second run, to disturb what must not matter (seeds, threads).
+
+    Returns:
+        The first difference, or ``None`` if every bit is equal.
+
+    Raises:
+        ValueError: if the two steps have other concerns.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> def loss(w, x, key):
+        ...     return ps.Loss((w * x).sum(), weight=len(x))
+        >>> one, two = (
+        ...     ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(lr))) for lr in (1.0, 2.0)
+        ... )
+        >>> state = ps.init(torch.tensor(0.0), one)
+        >>> print(ps.explain_difference(one, state, torch.ones(2), against=two).concern)
+        optimizerstep
+    """
+    second = step if against is None else against
+    later_state, later_batch = (
+        state if other_state is None else other_state,
+        batch if other_batch is None else other_batch,
+    )
+    one = _taps(step, state, batch)
+    if between is not None:
+        between()
+    other = _taps(second, later_state, later_batch)
+    found = _first(one, other)
+    if found is None:
+        return None
+    runs = [x for x in (step, second) if not isinstance(x, Jitted)]
+    if len(runs) < 2 or (against is not None and against is not step):
+        return found
+    first_ops = _operations(runs[0], state, batch)
+    if between is not None:
+        between()
+    return attrs.evolve(found, operation=_first_operation(first_ops, _operations(runs[1], later_state, later_batch)))
+
+
+def _taps(step: Step | Jitted, state: TrainState, batch: Any) -> dict[str, Tensor]:
+    if isinstance(step, Jitted):
+        run: Any = jit(tapped(step.step), device=_device(step), backend=step.backend)
+    else:
+        run = tapped(step)
+    new, metrics = run(copy_state(state), batch)
+    ends = {f"{TAP}999999 step\n{path}": leaf for path, leaf in _named(new)}
+    return {**{name: value for name, value in metrics.items() if name.startswith(TAP)}, **ends}
+
+
+def _device(step: Jitted) -> Device:
+    return step.device
+
+
+def _named(state: TrainState) -> list[tuple[str, Tensor]]:
+    from ...state.tree import leaves_with_paths
+
+    return leaves_with_paths(state, "state")
+
+
+def _first(one: dict[str, Tensor], other: dict[str, Tensor]) -> Explanation | None:
+    if one.keys() != other.keys():
+        names = sorted(one.keys() ^ other.keys())
+        raise ValueError(f"the two runs do not have the same concerns and leaves: {concern_of(names[0])[0]}")
+    for name in one:
+        concern, path = concern_of(name)
+        found = first_difference(one[name], other[name], path)
+        if found is not None:
+            return Explanation(concern, found)
+    return None
+
+
+@attrs.frozen
+class _Operation:
+    name: str
+    line: str
+    results: tuple[Tensor, ...]
+
+
+class _Recorder(DispatchMode):  # type: ignore[no-untyped-call] # torch's class is not annotated
+    """Every operation that is run, with copies of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # nor is its constructor
+        self.operations: list[_Operation] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = tuple(x.detach().clone() for x in leaves(result) if isinstance(x, Tensor))
+        self.operations.append(_Operation(str(func), _users_line(), tensors))
+        return result
+
+
+def _operations(step: Step, state: TrainState, batch: Any) -> list[_Operation]:
+    recorder = _Recorder()
+    with torch.no_grad(), recorder:
+        step.run(state, batch)
+    return recorder.operations
+
+
+def _first_operation(one: list[_Operation], other: list[_Operation]) -> str | None:
+    for first, second in zip(one, other, strict=False):
+        if first.name != second.name:
+            return f"{second.name} where the first run had {first.name}{second.line}"
+        if first_difference(list(first.results), list(second.results)) is not None:
+            return f"{first.name}{first.line}"
+    return None
+
+
+_OURS = Path(__file__).resolve().parent.parent.parent
+_FOLDERS = [_OURS / folder for folder in ("core", "steps", "state", "devices")]
+_TORCH = Path(torch.__file__).resolve().parent
+
+
+def _users_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_stack(limit=60)):
+        path = Path(frame.filename)
+        if path.suffix == ".py" and not any(folder in path.parents for folder in (*_FOLDERS, _TORCH)):
+            return f" at {path.name}:{frame.lineno}: {frame.line}"
+    return ""

@@ -1,0 +1,101 @@
+"""What a property says when it does not hold, and how it is tried over generated inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...state.errors import PurestepError
+from ...state.spec import spec
+from ...state.tree import leaves_with_paths
+from .difference import Difference
+
+__all__ = ["PropertyError", "for_each"]
+
+
+class PropertyError(PurestepError, AssertionError):
+    """A property does not hold.
+
+    Attributes:
+        property: its name, such as ``"pure"``.
+        why: what was found.
+        concern: where in the step it was first seen, if that is known.
+        difference: the first differing element, if there is one.
+        smallest: the smallest input that shows it, in words, if inputs were generated.
+        hint: what to do.
+    """
+
+    def __init__(
+        self,
+        property: str,
+        why: str,
+        *,
+        concern: str | None = None,
+        difference: Difference | None = None,
+        hint: str = "",
+    ) -> None:
+        self.property, self.why, self.concern, self.difference, self.hint = property, why, concern, difference, hint
+        self.smallest: str | None = None
+        super().__init__(why)
+
+    def __str__(self) -> str:
+        parts = [
+            f"not {self.property}: {self.why}",
+            f"first seen at {self.concern}" if self.concern else "",
+            str(self.difference) if self.difference else "",
+            f"smallest input found: {self.smallest}" if self.smallest else "",
+            self.hint,
+        ]
+        return "; ".join(part for part in parts if part)
+
+
+def for_each(check: Callable[..., None], *given: Any, examples: int) -> None:
+    """Run a check on what is given; where that is a hypothesis strategy, on what it generates, down to a smallest case.
+
+    Raises:
+        PropertyError: from the check, with the smallest input.
+    """
+    if not any(_is_strategy(value) for value in given):
+        check(*given)
+        return
+    import hypothesis
+    import hypothesis.strategies as st
+
+    last: list[Any] = []
+
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.tuples(*(value if _is_strategy(value) else st.just(value) for value in given)))
+    def over(values: tuple[Any, ...]) -> None:
+        last[:] = values
+        check(*values)
+
+    try:
+        over()
+    except PropertyError as error:
+        generated = [value for value, source in zip(last, given, strict=True) if _is_strategy(source)]
+        error.smallest = ", ".join(map(_described, generated))
+        raise
+
+
+def _is_strategy(value: Any) -> bool:
+    return type(value).__module__.startswith("hypothesis.")
+
+
+_SHORT = 8  # leaves up to this size are written out
+
+
+def _described(value: Any) -> str:
+    words = []
+    for path, leaf in leaves_with_paths(value, "x")[:_SHORT]:
+        small = isinstance(leaf, Tensor) and leaf.numel() <= _SHORT
+        words.append(f"{path} = {leaf.tolist() if small else spec(leaf)}")
+    return "{" + "; ".join(words) + "}"

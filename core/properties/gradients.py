@@ -1,0 +1,106 @@
+"""Gradients against finite differences, in float64, with every draw held fixed by the key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...state.distributions import normal
+from ...state.key import fold_in, random_key
+from ...state.record import TrainState
+from ...state.tree import flatten, map_leaves, unflatten
+from ..compose import Step
+from ..jit import Jitted
+from ..phase import Phase
+from .failure import PropertyError, for_each
+
+__all__ = ["assert_gradients"]
+
+
+def assert_gradients(
+    step: Step | Jitted, state: Any, batch: Any, *, tolerance: float = 1e-5, step_size: float = 1e-5, examples: int = 5
+) -> None:
+    r"""Assert that the gradients are those of the loss: against central differences along a random direction per leaf.
+
+    :math:`\langle \nabla L, v \rangle \approx (L(\theta + h v) - L(\theta - h v)) / 2h` with all floating tensors in
+    float64. Functions of the user's own on the ``Sums`` (before ``accumulate``) are part of what is compared.
+
+    Args:
+        step: from ``compose``, or compiled: then its step is meant.
+        state: a state, or a hypothesis strategy for states.
+        batch: a batch, or a hypothesis strategy for batches.
+        tolerance: the largest difference, relative to the larger of both and at least 1e-3 of the gradient's norm.
+        step_size: h, relative to the leaf's size.
+        examples: how many generated inputs are tried.
+
+    Raises:
+        PropertyError: naming the leaf, both values, and whether the gradient is absent.
+
+    Reference:
+        Nocedal, Wright: Numerical Optimization, chapter 8.
+    """
+    plain = step.step if isinstance(step, Jitted) else step
+    for_each(lambda s, b: _gradients(plain, s, b, tolerance, step_size), state, batch, examples=examples)
+
+
+def _gradients(step: Step, state: TrainState, batch: Any, tolerance: float, step_size: float) -> None:
+    wide, rows = map_leaves(_double, state), map_leaves(_double, batch)
+    for phase in step.phases:
+        grads = phase.accumulate.divide(phase.local(wide, rows))
+        norm = math.sqrt(sum(float(leaf.abs().square().sum()) for leaf in flatten(grads)[0]))
+        values, treedef = flatten(wide.params)
+        given = flatten(grads, none_is_leaf=True)[0]
+        for index, (leaf, grad) in enumerate(zip(values, given, strict=True)):
+            trainable = phase.forward.is_trainable(treedef.paths()[index], leaf)
+            if not trainable or not leaf.numel():
+                continue
+            path = treedef.accessors()[index].codify("params")
+            direction = normal(fold_in(random_key(0), index), leaf.shape, dtype=leaf.dtype)
+            h = step_size * max(1.0, float(leaf.abs().max())) / max(1.0, math.sqrt(leaf.numel()))
+            slope = _slope(phase, wide, rows, treedef, values, index, direction, h)
+            found = 0.0 if grad is None else _inner(grad, direction)
+            if abs(slope - found) > tolerance * max(abs(slope), abs(found), 1e-3 * norm, 1e-12):
+                absent = " (the leaf has no gradient)" if grad is None else ""
+                raise PropertyError(
+                    "right in its gradients",
+                    f"along a random direction of {path} the loss rises by {slope:.8g}, the gradient says {found:.8g}"
+                    f"{absent}",
+                    concern="backward",
+                    hint="look for a detach, a no_grad, a custom backward, or a function that changes the sums",
+                )
+
+
+def _inner(grad: Tensor, direction: Tensor) -> float:
+    return float((grad.conj() * direction).real.sum() if grad.is_complex() else (grad * direction).sum())
+
+
+def _slope(
+    phase: Phase,
+    state: TrainState,
+    batch: Any,
+    treedef: Any,
+    values: list[Tensor],
+    index: int,
+    direction: Tensor,
+    h: float,
+) -> float:
+    losses = []
+    for sign in (1.0, -1.0):
+        moved = [leaf + sign * h * direction if place == index else leaf for place, leaf in enumerate(values)]
+        losses.append(_loss(phase, state.replace(params=unflatten(treedef, moved)), batch))
+    return (losses[0] - losses[1]) / (2.0 * h)
+
+
+def _loss(phase: Phase, state: TrainState, batch: Any) -> float:
+    sums = phase.local(state, batch)
+    return float(sums.loss) / float(sums.weight)
+
+
+def _double(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    wide = torch.complex128 if leaf.is_complex() else torch.float64
+    return leaf.to(wide) if leaf.is_complex() or leaf.is_floating_point() else leaf

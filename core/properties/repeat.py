@@ -1,0 +1,178 @@
+"""The same inputs give the same bits: run again, in another process, and resumed from any boundary between calls."""
+
+from __future__ import annotations
+
+import functools
+import io
+import multiprocessing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...state.record import TrainState, copy_state
+from ...state.tree import leaves_with_paths
+from ..compose import Step
+from ..jit import Jitted, jit
+from .difference import first_difference
+from .digest import digests
+from .explain import Explanation, explain_difference
+from .failure import PropertyError, for_each
+from .world import disturb
+
+__all__ = ["assert_deterministic", "assert_resumable"]
+
+_HINT = "look for a generator of your own, an operation without a deterministic form, or a value kept between calls"
+
+
+def assert_deterministic(
+    step: Step | Jitted,
+    state: Any,
+    batch: Any,
+    *,
+    runs: int = 3,
+    threads: Sequence[int] = (),
+    processes: int = 0,
+    examples: int = 20,
+) -> None:
+    """Assert that a step repeats to the bit while everything that must not matter is disturbed.
+
+    Between runs the global generators are seeded anew and freed memory is filled with NaN.
+
+    Args:
+        step: from ``compose``, or compiled (without donation).
+        state: a state, or a hypothesis strategy for states.
+        batch: a batch, or a hypothesis strategy for batches.
+        runs: how often it is run in this process.
+        threads: thread counts that must all give the same bits; the present setting alone by default, for sums of many
+            elements depend on it.
+        processes: in how many other processes it is run as well (by fork; eagerly and with one thread).
+        examples: how many generated inputs are tried.
+
+    Raises:
+        PropertyError: naming the concern and the first differing element.
+    """
+    for_each(lambda s, b: _repeats(step, s, b, runs, threads), state, batch, examples=examples)
+    if processes:
+        _other_processes(step, state, batch, processes)
+
+
+def _repeats(step: Step | Jitted, state: TrainState, batch: Any, runs: int, threads: Sequence[int]) -> None:
+    kept, setting = copy_state(state), torch.get_num_threads()
+    expected: Any = None
+    plan = [count for count in (threads or [setting]) for _ in range(runs)]
+    try:
+        for number, count in enumerate(plan):
+            torch.set_num_threads(count)
+            disturb(number, state)
+            result = step(kept, batch)
+            expected = result if expected is None else expected
+            found = first_difference(expected, result, "(state, metrics)")
+            if found is None:
+                continue
+            other = f" with {count} threads instead of {plan[0]}" if count != plan[0] else ""
+            torch.set_num_threads(plan[0])
+            where = explain_difference(step, kept, batch, between=functools.partial(torch.set_num_threads, count))
+            raise PropertyError(
+                "deterministic",
+                f"run {number + 1} gave other bits than the first{other}",
+                concern=_words(where),
+                difference=found,
+                hint=_HINT,
+            )
+    finally:
+        torch.set_num_threads(setting)
+
+
+def _words(where: Explanation | None) -> str | None:
+    if where is None:
+        return None
+    return where.concern + (f", in {where.operation}" if where.operation else "")
+
+
+def _other_processes(step: Step | Jitted, state: TrainState, batch: Any, processes: int) -> None:
+    plain = step.step if isinstance(step, Jitted) else step
+    setting = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = digests(plain(state, batch))
+        context = multiprocessing.get_context("fork")
+        for number in range(processes):
+            reader, writer = context.Pipe(duplex=False)
+            child = context.Process(target=_in_child, args=(writer, plain, state, batch, number))
+            child.start()
+            found = reader.recv() if reader.poll(300) else {}
+            child.join()
+            wrong = [path for path in expected if found.get(path) != expected[path]]
+            if wrong:
+                raise PropertyError(
+                    "deterministic", f"another process gave other bits, first in {wrong[0]}", hint=_HINT
+                )
+    finally:
+        torch.set_num_threads(setting)
+
+
+def _in_child(writer: Any, step: Step, state: TrainState, batch: Any, number: int) -> None:
+    torch.set_num_threads(1)
+    disturb(1000 + number, state)
+    writer.send(digests(step(state, batch)))
+    writer.close()
+
+
+def assert_resumable(step: Step | Jitted, state: TrainState, batches: Sequence[Any]) -> None:
+    """Assert that a run that was cut at any boundary between calls ends with the bits of the run that was not.
+
+    Each cut sends the state through its serialised form; a compiled step is compiled anew.
+
+    Args:
+        step: from ``compose``, or compiled.
+        state: a state.
+        batches: the batches of the run, at least two.
+
+    Raises:
+        PropertyError: naming the cut and the first differing element.
+    """
+    whole, ends = _run(_anew(step), copy_state(state), batches), list[TrainState]()
+    current, run = copy_state(state), _anew(step)
+    for batch in batches:
+        current, _ = run(current, batch)
+        ends.append(copy_state(current))
+    for cut in range(1, len(batches)):
+        resumed = _run(_anew(step), _through_bytes(ends[cut - 1]), batches[cut:])
+        found = first_difference(whole, resumed, "(state, metrics)")
+        if found is not None:
+            raise PropertyError(
+                "resumable",
+                f"a run cut after {cut} of {len(batches)} calls ends differently",
+                difference=found,
+                hint="something outside the state decides: a counter, a list or a generator that the loss or an optimizer "
+                "closes over; keep it in a slot",
+            )
+
+
+def _anew(step: Step | Jitted) -> Any:
+    return (
+        jit(step.step, device=step.device, donate=step.donate, backend=step.backend)
+        if isinstance(step, Jitted)
+        else step
+    )
+
+
+def _run(step: Any, state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, Any]:
+    metrics: Any = {}
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def _through_bytes(state: TrainState) -> TrainState:
+    """The state as it comes back from a file."""
+    from ...state.tree import flatten, unflatten
+
+    values, treedef = flatten(state)
+    names = [path for path, _ in leaves_with_paths(state, "state")]
+    file = io.BytesIO()
+    torch.save(dict(zip(names, values, strict=True)), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    return unflatten(treedef, [loaded[name] for name in names])  # type: ignore[no-any-return]
