@@ -91,7 +91,8 @@ def check(
         >>> def loss(w, x, key):
         ...     return ps.Loss((w * x).sum(), weight=len(x))
         >>> step = ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
-        >>> report = ps.properties.check(step, ps.init(torch.tensor(0.0), step), torch.ones(2), only=["pure", "deterministic"])
+        >>> state = ps.init(torch.tensor(0.0), step)
+        >>> report = ps.properties.check(step, state, torch.ones(2), only=["pure", "deterministic"])
         >>> print(report)
         pure           holds
         deterministic  holds

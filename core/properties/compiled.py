@@ -15,7 +15,7 @@ from ..device import Device
 from ..form import forms
 from ..jit import Jitted, jit
 from ..program import Backend
-from .difference import first_difference
+from .difference import result_difference
 from .explain import explain_difference
 from .failure import PropertyError, for_each
 
@@ -140,7 +140,7 @@ def assert_compiled_matches_eager(
     for number in range(steps):
         before = copy_state(one)
         (one, expected), (other, found) = plain(one, batch), fast(other, batch)
-        wrong = first_difference((one, expected), (other, found), "(state, metrics)", ulps=ulps)
+        wrong = result_difference((one, expected), (other, found), ulps=ulps)
         if wrong is not None:
             where = explain_difference(plain, before, batch, against=fast)
             raise PropertyError(

@@ -12,7 +12,7 @@ from ...state.spec import spec
 from ...state.sums import reals
 from ...state.tree import Tree, leaves_with_paths
 
-__all__ = ["Difference", "first_difference", "ulp_distance"]
+__all__ = ["Difference", "first_difference", "result_difference", "ulp_distance"]
 
 
 @attrs.frozen
@@ -65,6 +65,12 @@ def first_difference(one: Tree, other: Tree, root: str = "state", *, ulps: int =
         if found is not None:
             return found
     return None
+
+
+def result_difference(one: Any, other: Any, *, ulps: int = 0) -> Difference | None:
+    """The first difference between two results ``(state, metrics)`` of a step."""
+    found = first_difference(one[0], other[0], "state", ulps=ulps)
+    return first_difference(one[1], other[1], "metrics", ulps=ulps) if found is None else found
 
 
 def _in_leaf(path: str, one: Any, other: Any, ulps: int) -> Difference | None:

@@ -8,19 +8,24 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from ...state.errors import NumericsError, PurityError, RandomOpError
-from ...state.record import TrainState, copy_state
+from ...state.key import fold_in
+from ...state.record import Counters, TrainState, copy_state
 from ...state.sums import Loss
 from ...state.torch_private import storage_of
-from ...state.tree import leaves_with_paths
+from ...state.tree import leaves_with_paths, map_leaves
+from ...steps.concern import Custom
+from ...steps.split_batch import rows
 from ..closures import held
 from ..compose import Step
 from ..jit import Jitted
-from .difference import first_difference
+from .difference import first_difference, result_difference
 from .explain import explain_difference
 from .failure import PropertyError, for_each
+from .tape import TAP, concern_of, tapped
 from .world import changed, disturb, snapshot, world
 
 __all__ = ["assert_key_used", "assert_no_leak", "assert_pure"]
@@ -94,8 +99,6 @@ def _raising(step: Step) -> Step:
 
     def after(loss: Loss) -> Loss:
         raise _PlantedError
-
-    from ...steps.concern import Custom
 
     last = Custom(after, "loss", place=-1)
     return attrs.evolve(step, phases=tuple(attrs.evolve(p, loss=(*p.loss, last)) for p in step.phases))
@@ -188,17 +191,59 @@ def _key_used(step: Step | Jitted, state: TrainState, batch: Any) -> None:
         try:
             results.append(step(kept, batch))
         except RandomOpError as error:
-            raise PropertyError("drawn from the key", str(error), hint=_GENERATOR) from error
+            raise PropertyError(_KEYED, str(error), hint=_GENERATOR) from error
         moved = changed(before, world(plain))
         if moved is not None:
-            raise PropertyError("drawn from the key", f"the step draws from {moved}", hint=_GENERATOR)
-        found = first_difference(results[0], results[-1], "(state, metrics)")
+            raise PropertyError(_KEYED, f"the step draws from {moved}", hint=_GENERATOR)
+        found = result_difference(results[0], results[-1])
         if found is not None:
             where = explain_difference(plain, kept, batch, between=lambda: disturb(7))
             raise PropertyError(
-                "drawn from the key",
+                _KEYED,
                 "other seeds of the global generators give other results",
                 concern=where.concern if where else None,
                 difference=found,
                 hint=_GENERATOR,
             )
+    _draws_anew(plain, kept, batch)
+
+
+_KEYED = "drawn from the key"
+
+
+def _draws_anew(step: Step, state: TrainState, batch: Any) -> None:
+    """If a step draws at all, then each update and each microbatch draws other numbers."""
+    given = _alike(step, batch)
+    losses = _losses(step, state, given)
+    other = _losses(step, state.replace(key=fold_in(state.key, 1)), given)
+    if first_difference(losses, other) is None:
+        return  # nothing in it is random
+    clock = state.counters
+    later = Counters(clock.updates + 1, clock.batches, clock.samples, clock.skips, clock.epochs)
+    if first_difference(losses, _losses(step, state.replace(counters=later), given)) is None:
+        raise PropertyError(_KEYED, "two updates draw the same numbers", hint="fold the count of updates into the key")
+    if len(losses) > 1 and first_difference(losses[0], losses[1]) is None:
+        raise PropertyError(_KEYED, "two microbatches draw the same numbers", hint="fold its index into the key")
+
+
+def _alike(step: Step, batch: Any) -> Any:
+    """The batch with the rows of its first microbatch in every microbatch, where they are tensors."""
+    split = step.phases[0].split
+    if split is None:
+        return batch
+    parts = split(batch)
+    size, total = rows(parts[0]), rows(batch)
+
+    def repeated(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.layout != torch.strided or len(leaf) != total:
+            return leaf
+        return leaf[:size].repeat(len(parts), *[1] * (leaf.dim() - 1))[:total]
+
+    return map_leaves(repeated, batch)
+
+
+def _losses(step: Step, state: TrainState, batch: Any) -> list[Tensor]:
+    """The loss of each microbatch."""
+    _, metrics = tapped(step)(state, batch)
+    taps = [name for name in metrics if name.startswith(TAP) and concern_of(name)[0] == "forward"]
+    return [metrics[name] for name in taps if concern_of(name)[1] == "['loss'].total"]

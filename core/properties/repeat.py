@@ -14,7 +14,7 @@ from ...state.record import TrainState, copy_state
 from ...state.tree import leaves_with_paths
 from ..compose import Step
 from ..jit import Jitted, jit
-from .difference import first_difference
+from .difference import result_difference
 from .digest import digests
 from .explain import Explanation, explain_difference
 from .failure import PropertyError, for_each
@@ -67,7 +67,7 @@ def _repeats(step: Step | Jitted, state: TrainState, batch: Any, runs: int, thre
             disturb(number, state)
             result = step(kept, batch)
             expected = result if expected is None else expected
-            found = first_difference(expected, result, "(state, metrics)")
+            found = result_difference(expected, result)
             if found is None:
                 continue
             other = f" with {count} threads instead of {plan[0]}" if count != plan[0] else ""
@@ -139,7 +139,7 @@ def assert_resumable(step: Step | Jitted, state: TrainState, batches: Sequence[A
         ends.append(copy_state(current))
     for cut in range(1, len(batches)):
         resumed = _run(_anew(step), _through_bytes(ends[cut - 1]), batches[cut:])
-        found = first_difference(whole, resumed, "(state, metrics)")
+        found = result_difference(whole, resumed)
         if found is not None:
             raise PropertyError(
                 "resumable",

@@ -16,7 +16,7 @@ from ...steps.split_batch import SplitBatch, rows, take_rows
 from ..compose import Step
 from ..jit import Jitted
 from ..phase import Phase
-from .difference import first_difference
+from .difference import first_difference, result_difference
 from .failure import PropertyError, for_each
 
 __all__ = ["assert_cut_invariant", "assert_spread_invariant"]
@@ -58,7 +58,7 @@ def _spread(step: Step, state: TrainState, batch: Any, ranks: Sequence[int]) -> 
         for world in worlds:
             for calls in (False, True):
                 sums = _shared(phase, state, batch, count, size, world, calls=calls)
-                found = first_difference(expected, _applied(phase, state, sums), "(state, metrics)")
+                found = result_difference(expected, _applied(phase, state, sums))
                 if found is not None:
                     raise PropertyError(
                         "spread invariant",
