@@ -19,6 +19,7 @@ from ..state.key import fold_in
 from ..state.record import Counters, TrainState
 from ..state.spec import difference
 from ..state.sums import Loss, Sum, Sums
+from ..state.torch_private import is_tracing
 from ..state.tree import Tree, as_tensors, leaves, map_leaves
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
@@ -76,7 +77,7 @@ class Phase:
             LossError: if the loss function returns something unusable.
         """
         key = fold_in(state.key, state.counters.updates + state.counters.skips)
-        batch = as_tensors(batch)  # in containers of its own, which a function may rearrange
+        batch = _lent(as_tensors(batch))
         for fn in self.batch:
             batch = fn.call(batch, key)
         parts = self.split(batch) if self.split is not None else _whole(batch)
@@ -138,6 +139,13 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 """Weights that float32 gradients can be divided by."""
 
 
+def _lent(batch: Any) -> Any:
+    """The batch in containers and tensors of the step's own, over the same memory: a flag set on one stays here."""
+    if is_tracing():
+        return batch
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, batch)
+
+
 def _whole(batch: Any) -> list[Any]:
     rows(batch)
     return [batch]
@@ -194,6 +202,10 @@ def _checked(concern: Applied, before: Flow, after: Flow) -> Flow:
             if not isinstance(leaf, Tensor):
                 raise ComposeError(f"{concern.name} returned {leaf!r} among the gradients where a tensor is needed")
     for name, value in after.metrics.items():
+        if name in RESERVED and value is not before.metrics.get(name):
+            raise ComposeError(
+                f"{concern.name}: the metric {name!r} is reported by the step itself; choose another name"
+            )
         if not isinstance(value, Tensor) or value.dim():
             raise ComposeError(f"{concern.name}: metrics[{name!r}] must be a 0-d tensor, got {value!r}")
     return after

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -80,3 +83,27 @@ def _refuse(module: nn.Module) -> None:
                 f"parameters {other} and {name} share memory but are two tensors; training them apart would untie them. "
                 "Use one Parameter under both names"
             )
+    _refuse_overlap(module)
+
+
+def _refuse_overlap(module: nn.Module) -> None:
+    """Two buffers over the same bytes, or a buffer over a parameter's: a write into one would not reach the other."""
+    params = {name: param for name, param in module.named_parameters() if not is_lazy(param)}
+    spans = [
+        (tensor.data_ptr(), tensor.data_ptr() + _bytes(tensor), name, name in params)
+        for name, tensor in (*params.items(), *module.named_buffers())
+        if not tensor.is_meta and tensor.layout == torch.strided and tensor.numel()
+    ]
+    spans.sort()
+    for (_, end, one, is_param), (start, _, other, is_other_param) in pairwise(spans):
+        if start < end and not (is_param and is_other_param):
+            raise StateError(
+                f"{one} and {other} lie over the same memory, and a state has a tensor of its own for each; register one of "
+                "them and take the other as a view of it in forward"
+            )
+
+
+def _bytes(tensor: Tensor) -> int:
+    """From the first to behind the last byte."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()

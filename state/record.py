@@ -13,6 +13,7 @@ from torch import Tensor
 from .errors import DonatedError
 from .layout import Layout
 from .records import Record, set_fields
+from .torch_private import storage_of
 from .tree import Tree, TreeDef, flatten, leaves, map_leaves, register, unflatten
 from .window import RunningWindow
 
@@ -205,10 +206,14 @@ def consume(state: TrainState, reason: str, written: Iterable[Tensor] = ()) -> N
     _give_up(state, reason)
     if exclusive:
         return
-    lost = {id(leaf) for leaf in written}
+    lost = {storage_of(leaf) for leaf in written}
     for other in list(_living):
-        if _is_whole(other) and any(id(leaf) in lost for leaf in flat_of(other).leaves):
+        if _is_whole(other) and _shares(other, lost):
             _give_up(other, f"it shares tensors with a state that was donated ({reason}); keep a ps.copy_state(...)")
+
+
+def _shares(state: TrainState, storages: set[int | None]) -> bool:
+    return any(isinstance(leaf, Tensor) and storage_of(leaf) in storages for leaf in flat_of(state).leaves)
 
 
 def _was_read(state: TrainState) -> bool:

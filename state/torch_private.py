@@ -24,8 +24,11 @@ __all__ = [
     "compile_graph",
     "fake_mode",
     "fake_of",
+    "gives_number",
     "has_hooks",
+    "is_compiled",
     "is_fake",
+    "is_operation",
     "is_tracing",
     "module_tables",
     "nested_trace",
@@ -158,6 +161,16 @@ def reads_a_value(error: BaseException) -> bool:
     return isinstance(error, kinds) or "data-dependent" in str(error) or ".item()" in str(error)
 
 
+def is_operation(func: Any) -> bool:
+    """Whether this is one tensor operation, and no operator that runs functions of its own such as ``torch.cond``."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def gives_number(func: Any) -> bool:
+    """Whether this operation hands a tensor's value to Python."""
+    return func is torch.ops.aten._local_scalar_dense.default
+
+
 def schema(func: Any) -> Any:
     """The schema of an aten operation: its arguments with names and defaults, and whether it writes into one."""
     return func._schema
@@ -168,15 +181,21 @@ def module_tables(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
     return {"params": module._parameters, "buffers": module._buffers, "modules": module._modules}
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether this is a module that ``torch.compile`` wrapped."""
+    return hasattr(module, "_orig_mod")
+
+
 def has_hooks(param: Tensor) -> bool:
     """Whether somebody registered a hook on a parameter, of either kind."""
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def switch_onednn(*, on: bool) -> bool:
-    """Let torch use oneDNN's kernels on the CPU or not; returns what was set before."""
+def switch_onednn(*, on: bool | None = None) -> bool:
+    """Let torch use oneDNN's kernels on the CPU or not, where that is said; returns what was set before."""
     before = bool(torch._C._get_mkldnn_enabled())
-    torch._C._set_mkldnn_enabled(on)
+    if on is not None:
+        torch._C._set_mkldnn_enabled(on)
     return before
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "leaves_with_paths",
     "map_leaves",
     "map_leaves_to",
+    "own_containers",
     "register",
     "unflatten",
 ]
@@ -167,6 +168,20 @@ def fill(tree: Tree, default: Tree) -> Tree:
     values, treedef = flatten(tree, none_is_leaf=True)
     pairs = zip(values, _aligned(default, treedef), strict=True)
     return unflatten(treedef, [other if value is None else value for value, other in pairs])
+
+
+def own_containers(tree: Tree) -> Tree:
+    """The same leaves in dicts, lists and records of their own, which may be rearranged.
+
+    Example:
+        >>> given = {"w": 1}
+        >>> own_containers(given).update(w=2), given
+        (None, {'w': 1})
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return tree
+    values, treedef = flatten(tree)
+    return unflatten(treedef, values)
 
 
 def as_tensors(batch: Tree) -> Tree:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..state.key import fold_in
 from ..state.record import TrainState
 from ..state.records import Record, set_fields
-from ..state.tree import Tree
+from ..state.tree import Tree, own_containers
 from .guard import Guard
 from .random_ops import keyed
 
@@ -151,6 +151,7 @@ class Custom:
         """The function's result; its random operations are drawn from ``key``."""
         own = None if key is None else fold_in(key, _OWN + self.place)
         extra = {"key": own} if self.wants_key else {}
+        value, slot = own_containers(value), own_containers(slot)
         with keyed(own, Guard(**{self.takes or "value": value, "slot": slot, "key": own})):
             return self.fn(value, *slot, **extra)
 

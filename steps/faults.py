@@ -17,7 +17,7 @@ RATE = 2
 
 _WORDS = {
     WEIGHT: "a weight is negative, not finite or too small to divide by (their sum is {weight})",
-    RATE: "a hyperparameter is not finite or out of its range (lr = {lr}): look at its schedule at this count",
+    RATE: "a hyperparameter is not finite or out of its range (lr = {lr}, or another): look at its schedule at this count",
 }
 
 

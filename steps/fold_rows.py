@@ -50,7 +50,7 @@ def fold_rows(
         return (position + 1, *(leaf for level in levels for leaf in level), *out[width:])
 
     initial = [_position(columns), *(_zeros(shape) for _ in range(depth) for shape in shapes)]
-    carry = [*initial, *(leaf.clone() for leaf in carried)]
+    carry = [*initial, *(_contiguous(leaf) for leaf in carried)]
     graph = nested_trace(loop_body, [*carry, *(column[0] for column in columns), *shared])
     final = scan(graph, carry, columns, shared)
     counters = final[1 : 1 + depth * width]
@@ -74,7 +74,7 @@ def _record_one(
         part, after = body(unflatten(shared_def, flat[m:]), list(flat[n:m]), list(flat[:n]))
         leaves, treedef = flatten(part)
         structure.append(treedef)
-        return (*leaves, *after)
+        return tuple(_contiguous(leaf) for leaf in (*leaves, *after))
 
     inputs = [*carried, *(column[0] for column in columns), *shared]
     graph = nested_trace(flat_one, inputs)
@@ -88,8 +88,12 @@ def _position(columns: list[Tensor]) -> Tensor:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Zeros with the strides of ``like``, which a loop's carry keeps."""
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _contiguous(leaf: Tensor) -> Tensor:
+    """The leaf in the one layout that a loop's carry has, recorded whatever layout the leaf has while recording."""
+    return leaf.clone(memory_format=torch.contiguous_format)
 
 
 def _count(levels: Levels, part: tuple[Tensor, ...], position: Tensor) -> Levels:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..state.errors import LossError
 from ..state.sums import Loss
-from ..state.tree import Tree
+from ..state.tree import Tree, own_containers
 from .concern import Stateless
 from .guard import Guard
 from .keyed_modules import bind_key
@@ -125,10 +125,11 @@ class Forward(Stateless):
         guard = Guard(params=params, key=key)
         with keyed(key, guard):  # first: it also keeps other threads out, which the template needs too
             if self.template is None:
-                yield functools.partial(self._call, guard, params, key)
+                yield functools.partial(self._call, guard, own_containers(params), key)
                 return
             guard.add(model=self.template.constants)
             own = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
+            guard.watch(buffers=own)
             with self.template.bound(params, own) as module, bind_key(module, key):
                 call = functools.partial(self._call, guard, module, key)
                 yield functools.partial(self._with_buffers, call, self.template, own)

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state.errors import RandomOpError
-from ..state.torch_private import DispatchMode, schema
+from ..state.constants import is_constant
+from ..state.errors import RandomOpError, TraceError
+from ..state.torch_private import DispatchMode, gives_number, is_fake, is_operation, is_tracing, schema
 from .guard import Guard
 from .random_rules import RULES, Source, draws, named_arguments
 
@@ -53,8 +54,13 @@ def keyed(key: Tensor | None, guard: Guard | None = None) -> Iterator[None]:
         # Dynamo traces neither a dispatch mode nor a generator; there a model draws through keyed modules.
         yield
         return
-    with _one_at_a_time, _counting() as generator, _KeyedMode(key, generator, guard):
-        yield
+    with _one_at_a_time, _counting() as generator:
+        try:
+            with _KeyedMode(key, generator, guard):
+                yield
+        finally:
+            if guard is not None:
+                guard.release()
 
 
 _one_at_a_time = threading.RLock()  # the generator is the process's: eager forwards of several threads take turns
@@ -73,6 +79,8 @@ def _counting() -> Iterator[torch.Generator]:
 
 
 class _KeyedMode(DispatchMode):  # type: ignore[no-untyped-call] # torch's class is not annotated
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __init__(self, key: Tensor | None, generator: torch.Generator, guard: Guard | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # nor is its constructor
         self.key, self.generator, self.guard = key, generator, guard
@@ -81,6 +89,7 @@ class _KeyedMode(DispatchMode):  # type: ignore[no-untyped-call] # torch's class
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        _refuse_untraceable(func, args)
         if self.guard is not None and schema(func).is_mutable:
             self.guard.check(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags or not draws(func, args, kwargs):
@@ -107,3 +116,17 @@ class _KeyedMode(DispatchMode):  # type: ignore[no-untyped-call] # torch's class
         target = given.get("self")
         mutates = schema(func).is_mutable and isinstance(target, Tensor)
         return target.copy_(values) if mutates else values  # type: ignore[union-attr]
+
+
+def _refuse_untraceable(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what would run unseen by the mode, or freeze the value of a tensor that the code closes over."""
+    if not is_operation(func):
+        raise TraceError(
+            f"torch.{func} runs functions of its own, whose random operations and writes a step cannot follow; use "
+            "torch.where, or a loop over microbatches"
+        )
+    if gives_number(func) and is_tracing() and not is_fake(args[0]) and not is_constant(args[0]):
+        raise TraceError(
+            "the step reads the value of a tensor that it closes over, which would be frozen into the compiled step; put "
+            "the tensor into the batch, make it a buffer, or wrap it in ps.constant(...) if it never changes"
+        )

@@ -20,9 +20,9 @@ __all__ = ["SplitBatch", "rows", "split_batch"]
 def split_batch(count: int | None = None, *, size: int | None = None) -> SplitBatch:
     r"""Cut a batch of n rows into equal microbatches of :math:`\lceil n / K \rceil` rows and one smaller remainder.
 
-    Tensors are cut on their first dimension; a list or tuple of tensors whose lengths differ is cut as a list of rows; a
-    ``PackedSequence`` by its sequences; a list or tuple with one string per row as the rows' names. Numbers, strings, 0-d
-    tensors and unknown objects are repeated in each part.
+    Tensors are cut on their first dimension; a list with one item per row (tensors of different lengths, or dicts of
+    tensors) as a list of rows; a ``PackedSequence`` by its sequences; a list or tuple with one string per row as the rows'
+    names. Numbers, strings, 0-d tensors and unknown objects are repeated in each part.
 
     Args:
         count: K, how many microbatches at the most; fewer where the rows run out first.
@@ -70,6 +70,8 @@ class SplitBatch(Stateless):
             raise BatchError(f"split_batch({self.count}): the batch has {total} rows, fewer than microbatches")
         size = self.size if self.count is None else -(-total // self.count)
         assert size is not None
+        if size < total:
+            _refuse_ambiguous(batch, total)
         return [take_rows(batch, start, min(start + size, total)) for start in range(0, total, size)]
 
 
@@ -94,7 +96,6 @@ def rows(batch: Any) -> int:
             total = next(iter(counted.values()))
             if not total:
                 raise BatchError(f"the batch is empty: {', '.join(counted)} has 0 rows")
-            _refuse_ambiguous(batch, total)
             return total
         seen.append(", ".join(f"{path} has {size}" for path, size in counted.items()))
     if not seen[0]:
@@ -116,40 +117,59 @@ def _is_packed(node: Any) -> bool:
 
 
 def _is_row_list(node: Any, batch: Any) -> bool:
-    """A list of like tensors inside a batch may be a list of rows; a tuple, and the batch itself, are columns."""
-    if node is batch or type(node) is not list or not node or not all(isinstance(x, Tensor) for x in node):
+    """A list of like items with tensors may be a list of rows; a tuple, and the batch itself, are columns."""
+    if node is batch or type(node) is not list or not node:
         return False
-    return len({(x.dtype, x.dim(), tuple(x.shape[1:])) for x in node}) == 1
+    if all(isinstance(item, Tensor) and not item.dim() for item in node):
+        return False  # numbers, which may as well be shared
+    forms = [_form(item) for item in node]
+    return bool(forms[0][1]) and all(form == forms[0] for form in forms)
+
+
+def _form(item: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Structure, and of each tensor what rows of one column have in common."""
+    values, treedef = flatten(item)
+    return treedef, tuple((x.dtype, x.dim(), tuple(x.shape[1:])) for x in values if isinstance(x, Tensor))
+
+
+def _is_column(item: Any, total: int) -> bool:
+    """Whether all tensors of an item have as many rows as the batch."""
+    sized = [size for size in map(_length, flatten(item)[0]) if size is not None]
+    return bool(sized) and all(size == total for size in sized)
 
 
 def _is_names(node: Any, total: int) -> bool:
-    """One string per row, as torch's loader collates them."""
-    return type(node) in (list, tuple) and len(node) == total and all(isinstance(x, str) for x in node)
+    """One string, or list of strings, per row, as torch's loader collates them."""
+    if type(node) not in (list, tuple) or len(node) != total:
+        return False
+    return all(isinstance(leaf, str) for leaf in flatten(list(node))[0])
 
 
 def _has_rows(node: Any, batch: Any, total: int) -> bool:
-    """Whether a node is cut whole: a packed sequence, the rows' names, a list of rows that are not of one length."""
+    """Whether a node is cut whole: a packed sequence, the rows' names, a list of rows."""
     if _is_packed(node) or _is_names(node, total):
         return True
-    return _is_row_list(node, batch) and len(node) == total and any(_length(x) != total for x in node)
+    return _is_row_list(node, batch) and len(node) == total and not all(_is_column(item, total) for item in node)
 
 
 def _refuse_ambiguous(batch: Any, total: int) -> None:
+    """Refuse a list or tuple of as many items as the batch has rows that may as well be shared by all of them."""
+
     def is_list(node: Any) -> bool:
         return node is not batch and type(node) in (list, tuple) and len(node) == total > 1
 
     for node in optree.tree_leaves(batch, is_leaf=is_list, namespace=NAMESPACE):
-        if not is_list(node):
+        if not is_list(node) or _has_rows(node, batch, total):
             continue
-        if _is_row_list(node, batch) and all(_length(x) == total for x in node):
+        if type(node) is list and _is_row_list(node, batch):
             raise BatchError(
                 f"the batch holds a list of {total} tensors of {total} rows each: it may be a list of rows or of columns. "
                 "Use a tuple for columns; stack rows of one length into one tensor"
             )
-        if all(isinstance(x, (bool, int, float)) for x in node):
+        if not any(_is_column(item, total) for item in node):
             raise BatchError(
-                f"the batch holds {total} rows and {node!r}: it may be one number per row or be shared by all. Make a "
-                "tensor of it where each row has its own; hand in a tensor of another shape, or a dict, where they share it"
+                f"the batch holds {total} rows and {node!r}: it may be one item per row or be shared by all. Make a tensor "
+                "of it where each row has its own; hand in a tensor of another shape, or a dict, where they share it"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..state.torch_private import is_tracing
-from ..state.tree import Tree
+from ..state.tree import Tree, own_containers
 from .concern import Flow
 from .faults import RATE
 from .guard import Guard
@@ -73,7 +73,8 @@ class OptimizerStep:
         Raises:
             StateError: if the optimizer's state does not fit the params.
         """
-        updates, after = self.optimizer.update(grads, opt_state, params, hyper)
+        own = own_containers  # an optimizer may well assign into a dict
+        updates, after = self.optimizer.update(own(grads), own(opt_state), own(params), hyper)
         return apply_updates(params, updates), after
 
     @contextlib.contextmanager

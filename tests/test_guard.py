@@ -74,7 +74,7 @@ WRITES = {
     r"params\['line.weight'\]": loss_that(lambda m, b, k: m.line.weight.data.clamp_(-0.1, 0.1)),
     r"params\['table.weight'\]": loss_that(renormed),
     r"model\['scale'\]": loss_that(lambda m, b, k: m.scale.add_(1)),
-    r"model\[\"kept\['bias'\]\[0\]": loss_that(lambda m, b, k: m.kept["bias"][0].add_(1)),
+    r"model\['kept\.bias\[0\]'\]": loss_that(lambda m, b, k: m.kept["bias"][0].add_(1)),
     "key": loss_that(lambda m, b, k: k.add_(1)),
     r"batch\['x'\]....": {"before_split": lambda b: {**b, "x": b["x"].mul_(2)}},
     r"microbatch\['x'\]": {"before_forward": lambda b: {**b, "x": b["x"].mul_(2)}},
@@ -176,3 +176,85 @@ def test_an_optimizer_is_guarded_at_its_first_update_and_costs_nothing_later():
     for _ in range(3):
         state, _ = step(state, batch())
     assert calls == [0, 1, 2]
+
+
+def exchange(tensor):
+    tensor.data = tensor.data * 0.5
+
+
+EXCHANGES = {
+    r"batch\['x'\]\.data": loss_that(lambda m, b, k: exchange(b["x"])),
+    r"params\['line.bias'\]\.data": loss_that(lambda m, b, k: exchange(m.line.bias)),
+    r"buffers\['seen'\]\.data": loss_that(lambda m, b, k: exchange(m.seen)),
+    r"model\['scale'\]\.data": loss_that(lambda m, b, k: exchange(m.scale)),
+    r"microbatch\['x'\]\.data": {"before_forward": lambda b: (exchange(b["x"]), b)[1]},
+    r"grads\['\S+'\]\.data": {"before_step": lambda g: (exchange(first(g)), g)[1]},
+    r"state\.params\['\S+'\]\.data": {"after_step": lambda s: (exchange(first(s.params)), s)[1]},
+    r"slots\['mine'\]\.data": {
+        "after_step": ps.concern(lambda s, m: (exchange(m), (s, m))[1], slot="mine", init=lambda p: torch.ones(2))
+    },
+    r"state\.opt_state\['\S+'\]\.data": own_optimizer(lambda g, o, p: exchange(first(o))),
+}
+
+
+@pytest.mark.parametrize("path", EXCHANGES)
+@pytest.mark.parametrize("backend", RUNS)
+def test_assigning_to_data_is_refused_and_put_back(path, backend):
+    step, state = built(2, EXCHANGES[path])
+    given = batch()
+    before = snapshot(state), snapshot(given), snapshot(step.phases[0].forward.template.constants)
+    with pytest.raises(ps.PurityError, match=path + " was assigned"):
+        runner(step, backend)(state, given)
+    assert differing(before[0], snapshot(state)) == []
+    assert differing(before[1], snapshot(given)) == []
+    assert differing(before[2], snapshot(step.phases[0].forward.template.constants)) == []
+
+
+@pytest.mark.parametrize("backend", RUNS)
+def test_flags_set_on_the_batch_stay_in_the_step(backend):
+    def loss(model, batch, key):
+        batch["x"].requires_grad_()
+        return plain_loss(model, batch, key)
+
+    step, state = built(2, {"loss": loss})
+    given, run = batch(), runner(step, backend)
+    for _ in range(2):
+        state, _ = run(state, given)
+    assert not given["x"].requires_grad
+
+
+def assigning(tree, key, value):
+    tree[key] = value
+    return tree
+
+
+@pytest.mark.parametrize("backend", RUNS)
+def test_dicts_of_a_slot_or_of_an_optimizer_are_its_own(backend):
+    def update(grads, opt_state, params, hyper=None):
+        for name, grad in grads.items():
+            opt_state[name] = 0.9 * opt_state[name] + grad
+        return ps.map_leaves(lambda m: -0.1 * m, opt_state), opt_state
+
+    def mean(state, slot):
+        for name, param in state.params.items():
+            slot[name] = 0.9 * slot[name] + 0.1 * param
+        return state, slot
+
+    where = {
+        "tx": ps.Transformation(lambda params: ps.map_leaves(torch.zeros_like, params), update),
+        "after_step": ps.concern(mean, slot="mean", init=lambda params: params),
+        "before_step": lambda grads: assigning(grads, "line.bias", grads["line.bias"] * 2.0),
+    }
+    step, state = built(2, where)
+    run, given, before = runner(step, backend), batch(), snapshot(state)
+    one, two = run(state, given), run(state, given)
+    assert differing(one, two) == []
+    assert differing(before, snapshot(state)) == []
+    nothing = ps.compose(
+        ps.forward(lambda m, b, key: ps.Loss(m(b["rows"]).sum(), weight=torch.zeros(())), Net()), ps.backward(),
+        ps.accumulate(), ps.step(where["tx"]), where["after_step"],
+    )  # fmt: skip
+    start = ps.init(Net(), nothing)
+    after, metrics = runner(nothing, backend)(start, given)
+    assert not bool(metrics["updated"])
+    assert differing((start.slots, start.opt_state), (after.slots, after.opt_state)) == []

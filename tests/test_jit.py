@@ -288,6 +288,34 @@ def test_a_closed_over_tensor_is_refused_by_name():
         step(state, x)  # the state still works
 
 
+@pytest.mark.parametrize("read", [lambda t: t.item(), float, bool, int])
+def test_reading_a_closed_over_tensor_is_refused(read):
+    closed = torch.tensor(2.0)
+
+    def loss(w, x, key):
+        return ps.Loss((w * x).sum() * read(closed), weight=len(x))
+
+    step = ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
+    state, x = toy_state(step), torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ps.TraceError, match="value of a tensor that it closes over"):
+        ps.jit(step, device=CPU, backend="aot_eager")(state, x)
+    step(state, x)
+    closed = ps.constant(closed)
+    if read is float:
+        ps.jit(step, device=CPU, backend="aot_eager")(state, x)
+
+
+def test_an_operator_that_runs_functions_is_refused_by_name():
+    def loss(w, x, key):
+        total = torch.cond(x.sum() > 0, lambda t: t.sum(), lambda t: t.mean(), (w * x,))
+        return ps.Loss(total, weight=len(x))
+
+    step = ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
+    for run in (step, ps.jit(step, device=CPU, backend="aot_eager")):
+        with pytest.raises(ps.TraceError, match=r"torch\.cond runs functions of its own"):
+            run(toy_state(step), torch.ones(2, dtype=torch.float64))
+
+
 def test_constants_and_tensors_made_inside_are_fine():
     allowed = ps.constant(torch.tensor([1.0, 2.0, 3.0]))
 

@@ -168,9 +168,41 @@ def test_one_string_per_row_is_cut_with_the_rows(kind):
 
 @pytest.mark.parametrize("numbers", [[0.1, 0.2, 0.3], (1, 2, 3), [True, False, True]])
 def test_one_number_per_row_in_a_list_is_refused(numbers):
-    with pytest.raises(ps.BatchError, match="one number per row or be shared by all"):
+    with pytest.raises(ps.BatchError, match="one item per row or be shared by all"):
         ps.split_batch(3)({"x": torch.zeros(3), "weights": numbers})
     assert ps.split_batch(2)({"x": torch.zeros(4), "weights": numbers})[1]["weights"] == numbers
+
+
+@pytest.mark.parametrize(
+    "shared", [(torch.tensor(1.0), torch.tensor(2.0)), [[0.0], [1.0]], [torch.tensor(0), torch.tensor(1)]]
+)
+def test_what_may_be_rows_or_shared_is_refused_where_it_matters(shared):
+    batch = {"x": torch.zeros(2), "shared": shared}
+    with pytest.raises(ps.BatchError, match="one item per row or be shared by all"):
+        ps.split_batch(2)(batch)
+    assert len(ps.split_batch(1)(batch)) == 1
+    four = ps.split_batch(2)({"x": torch.zeros(4), "shared": shared})  # a microbatch of as many rows is no matter
+    assert [len(part["shared"]) for part in four] == [2, 2]
+    step = ps.compose(
+        ps.split_batch(2), ps.forward(lambda w, b, key: ps.Loss((w * b["x"]).sum(), weight=len(b["x"]))),
+        ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)),
+    )  # fmt: skip
+    state, _ = step(ps.init(torch.zeros(()), step), {"x": torch.ones(4), "shared": shared})
+    assert int(state.counters.samples) == 4
+
+
+def test_a_list_with_a_dict_per_row_is_cut_with_the_rows():
+    """What detection models take: an image, and boxes of another number for each."""
+    images = torch.zeros(3, 2, 2)
+    targets = [{"boxes": torch.full((n, 4), float(n)), "labels": torch.arange(n)} for n in (1, 3, 2)]
+    parts = ps.split_batch(2)({"images": images, "targets": targets, "tags": [["a"], ["b", "c"], []]})
+    assert [[len(t["labels"]) for t in part["targets"]] for part in parts] == [[1, 3], [2]]
+    assert [part["tags"] for part in parts] == [[["a"], ["b", "c"]], [[]]]
+    single = [{"y": torch.tensor(float(n))} for n in range(3)]
+    assert [[float(t["y"]) for t in part["y"]] for part in ps.split_batch(2)({"x": images, "y": single})] == [
+        [0.0, 1.0],
+        [2.0],
+    ]
 
 
 def test_sparse_batches_are_cut_eagerly():

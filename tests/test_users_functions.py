@@ -147,6 +147,15 @@ def test_metrics_that_differ_between_microbatches_are_named(backend):
         runner(step, backend)(start(step), torch.ones(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", ["loss", "lr", "grad_norm", "weight", "updated", "fault"])
+@pytest.mark.parametrize("place", ["middle", "after"])
+def test_the_steps_own_metrics_are_not_replaced(name, place):
+    own = ps.concern(lambda value: (value, {name: torch.zeros(())}), has_aux=True)
+    step = toy(own) if place == "after" else toy(middle=(ps.clip(max_norm=1.0), own))
+    with pytest.raises(ps.ComposeError, match=f"the metric '{name}' is reported by the step itself"):
+        step(start(step), X)
+
+
 @pytest.mark.parametrize("backend", RUNS)
 def test_metrics_may_have_a_shape(backend):
     def loss(w, x, key):

@@ -16,7 +16,5 @@ def loss(model, batch, key):
     return ps.Loss(torch.nan_to_num(mean), weight=1)
 
 
-step = ps.compose(
-    ps.split_batch(2), ps.forward(loss, model), ps.backward(), ps.accumulate(), ps.step(ps.adamw(1e-3))
-)
+step = ps.compose(ps.split_batch(2), ps.forward(loss, model), ps.backward(), ps.accumulate(), ps.step(ps.adamw(1e-3)))
 state = ps.init(model, step)
