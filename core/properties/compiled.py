@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ...state.errors import PurestepError, TraceError
 from ...state.record import TrainState, copy_state
@@ -128,7 +131,8 @@ def assert_compiled_matches_eager(
         batch: a batch.
         device: where a step from ``compose`` is compiled for.
         backend: with what.
-        ulps: how far floating numbers may lie apart; 0 for every bit. Inductor rounds otherwise than eager kernels.
+        ulps: how far floating numbers may lie apart, in units in the last place of the largest element of a leaf, and of
+            the params' dtype; 0 for every bit. Inductor rounds otherwise than eager kernels.
         steps: how many steps are run.
 
     Raises:
@@ -140,15 +144,25 @@ def assert_compiled_matches_eager(
     for number in range(steps):
         before = copy_state(one)
         (one, expected), (other, found) = plain(one, batch), fast(other, batch)
-        wrong = result_difference((one, expected), (other, found), ulps=ulps)
+        wrong = result_difference((one, expected), (other, found), ulps=ulps, eps=_unit(one))
         if wrong is not None:
-            where = explain_difference(plain, before, batch, against=fast)
             raise PropertyError(
                 f"equal eager and compiled ({fast.backend})",
                 f"step {number + 1} differs by more than {ulps} ulp",
-                concern=where.concern if where else None,
+                concern=functools.partial(_concern, plain, fast, before, batch),
                 difference=wrong,
                 hint="a value that changes between calls was frozen into the graph"
-                if backend != "inductor"
+                if fast.backend != "inductor"
                 else "allow the rounding of fused kernels with ulps=",
             )
+
+
+def _unit(state: TrainState) -> float:
+    """The coarsest rounding unit among the params."""
+    floats = [leaf for leaf in flatten(state.params)[0] if leaf.is_floating_point() or leaf.is_complex()]
+    return max(float(torch.finfo(leaf.dtype).eps) for leaf in floats)
+
+
+def _concern(plain: Step, fast: Jitted, state: TrainState, batch: Any) -> str | None:
+    where = explain_difference(plain, state, batch, against=fast)
+    return where.concern if where else None

@@ -43,14 +43,18 @@ class Difference:
         return f"{place}: {self.one!r} against {self.other!r}{distance} ({self.count} elements differ)"
 
 
-def first_difference(one: Tree, other: Tree, root: str = "state", *, ulps: int = 0) -> Difference | None:
+def first_difference(
+    one: Tree, other: Tree, root: str = "state", *, ulps: int = 0, eps: float | None = None
+) -> Difference | None:
     """The first leaf whose bits differ; NaN equals NaN, zero does not equal negative zero.
 
     Args:
         one: tree of tensors.
         other: tree of the same structure.
         root: how paths start.
-        ulps: floating elements at most so far apart count as equal.
+        ulps: floating elements that lie at most so many units in the last place of the leaf's largest element apart count
+            as equal.
+        eps: that unit; by default that of the leaf's dtype. A float64 norm of float32 gradients is no better than they are.
 
     Example:
         >>> print(first_difference({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0000002])}))
@@ -61,26 +65,26 @@ def first_difference(one: Tree, other: Tree, root: str = "state", *, ulps: int =
         if path not in ours or path not in theirs:
             one_has, other_has = ("present" if path in tree else "absent" for tree in (ours, theirs))
             return Difference(path, None, one_has, other_has, None, 1)
-        found = _in_leaf(path, ours[path], theirs[path], ulps)
+        found = _in_leaf(path, ours[path], theirs[path], ulps, eps)
         if found is not None:
             return found
     return None
 
 
-def result_difference(one: Any, other: Any, *, ulps: int = 0) -> Difference | None:
+def result_difference(one: Any, other: Any, *, ulps: int = 0, eps: float | None = None) -> Difference | None:
     """The first difference between two results ``(state, metrics)`` of a step."""
-    found = first_difference(one[0], other[0], "state", ulps=ulps)
-    return first_difference(one[1], other[1], "metrics", ulps=ulps) if found is None else found
+    found = first_difference(one[0], other[0], "state", ulps=ulps, eps=eps)
+    return first_difference(one[1], other[1], "metrics", ulps=ulps, eps=eps) if found is None else found
 
 
-def _in_leaf(path: str, one: Any, other: Any, ulps: int) -> Difference | None:
+def _in_leaf(path: str, one: Any, other: Any, ulps: int, eps: float | None) -> Difference | None:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         same = type(one) is type(other) and repr(one) == repr(other)
         return None if same else Difference(path, None, repr(one), repr(other), None, 1)
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return Difference(path, None, str(spec(one)), str(spec(other)), None, 1)
     one, other = (_plain(x) for x in (one, other))
-    differs = _differs(one, other, ulps)
+    differs = _differs(one, other, ulps, eps)
     if not bool(differs.any()):
         return None
     index = tuple(int(i) for i in differs.nonzero()[0])
@@ -93,14 +97,16 @@ def _plain(tensor: Tensor) -> Tensor:
     return reals(tensor.to_dense() if tensor.layout != torch.strided else tensor).cpu()
 
 
-def _differs(one: Tensor, other: Tensor, ulps: int) -> Tensor:
+def _differs(one: Tensor, other: Tensor, ulps: int, eps: float | None) -> Tensor:
     if not one.is_floating_point():
         return one != other
     nan = torch.isnan(one) & torch.isnan(other)
     if not ulps:
         return ~nan & ((one != other) | (torch.signbit(one) != torch.signbit(other)))
-    near = (_ordered(one).to(torch.float64) - _ordered(other).to(torch.float64)).abs() <= ulps
-    return ~nan & ~near
+    a, b = one.to(torch.float64), other.to(torch.float64)
+    largest = torch.where(torch.isfinite(a), a.abs(), 0.0).max() if a.numel() else torch.zeros(())
+    unit = max(eps or 0.0, torch.finfo(one.dtype).eps) * largest
+    return ~nan & (a != b) & ~((a - b).abs() <= ulps * unit)
 
 
 _INTS = {

@@ -170,21 +170,24 @@ def _operations(step: Step, state: TrainState, batch: Any) -> list[_Operation]:
 def _first_operation(one: list[_Operation], other: list[_Operation]) -> str | None:
     for first, second in zip(one, other, strict=False):
         if first.name != second.name:
-            return f"{second.name} where the first run had {first.name}{second.line}"
+            return f"{second.name} where the first run had {first.name}{first.line or second.line}"
         if first_difference(list(first.results), list(second.results)) is not None:
             return f"{first.name}{first.line}"
     return None
 
 
-_OURS = Path(__file__).resolve().parent.parent.parent
+_HERE = Path(__file__).resolve()
+_OURS = _HERE.parent.parent.parent
 _FOLDERS = [_OURS / folder for folder in ("core", "steps", "state", "devices")]
 _TORCH = Path(torch.__file__).resolve().parent
 
 
 def _users_line() -> str:
     """The innermost line that is neither torch's nor ours."""
-    for frame in reversed(traceback.extract_stack(limit=60)):
+    for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
+        if path == _HERE and frame.name == _operations.__name__:
+            break  # what lies further out called us, and did nothing of the step
         if path.suffix == ".py" and not any(folder in path.parents for folder in (*_FOLDERS, _TORCH)):
             return f" at {path.name}:{frame.lineno}: {frame.line}"
     return ""

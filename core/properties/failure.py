@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +33,21 @@ class PropertyError(PurestepError, AssertionError):
         property: str,
         why: str,
         *,
-        concern: str | None = None,
+        concern: str | Callable[[], str | None] | None = None,
         difference: Difference | None = None,
         hint: str = "",
     ) -> None:
-        self.property, self.why, self.concern, self.difference, self.hint = property, why, concern, difference, hint
+        self.property, self.why, self.difference, self.hint = property, why, difference, hint
+        self._concern = concern
         self.smallest: str | None = None
         super().__init__(why)
+
+    @builtins.property
+    def concern(self) -> str | None:
+        """Where in the step it was first seen; found when first asked for, since that runs the step again."""
+        if callable(self._concern):
+            self._concern = self._concern()
+        return self._concern
 
     def __str__(self) -> str:
         parts = [

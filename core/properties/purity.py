@@ -197,15 +197,19 @@ def _key_used(step: Step | Jitted, state: TrainState, batch: Any) -> None:
             raise PropertyError(_KEYED, f"the step draws from {moved}", hint=_GENERATOR)
         found = result_difference(results[0], results[-1])
         if found is not None:
-            where = explain_difference(plain, kept, batch, between=lambda: disturb(7))
             raise PropertyError(
                 _KEYED,
                 "other seeds of the global generators give other results",
-                concern=where.concern if where else None,
+                concern=lambda: _concern(plain, kept, batch),
                 difference=found,
                 hint=_GENERATOR,
             )
     _draws_anew(plain, kept, batch)
+
+
+def _concern(step: Step, state: TrainState, batch: Any) -> str | None:
+    where = explain_difference(step, state, batch, between=lambda: disturb(7))
+    return where.concern if where else None
 
 
 _KEYED = "drawn from the key"

@@ -16,7 +16,7 @@ from ..compose import Step
 from ..jit import Jitted, jit
 from .difference import result_difference
 from .digest import digests
-from .explain import Explanation, explain_difference
+from .explain import explain_difference
 from .failure import PropertyError, for_each
 from .world import disturb
 
@@ -71,12 +71,10 @@ def _repeats(step: Step | Jitted, state: TrainState, batch: Any, runs: int, thre
             if found is None:
                 continue
             other = f" with {count} threads instead of {plan[0]}" if count != plan[0] else ""
-            torch.set_num_threads(plan[0])
-            where = explain_difference(step, kept, batch, between=functools.partial(torch.set_num_threads, count))
             raise PropertyError(
                 "deterministic",
                 f"run {number + 1} gave other bits than the first{other}",
-                concern=_words(where),
+                concern=functools.partial(_where, step, kept, batch, (plan[0], count)),
                 difference=found,
                 hint=_HINT,
             )
@@ -84,7 +82,14 @@ def _repeats(step: Step | Jitted, state: TrainState, batch: Any, runs: int, thre
         torch.set_num_threads(setting)
 
 
-def _words(where: Explanation | None) -> str | None:
+def _where(step: Step | Jitted, state: TrainState, batch: Any, threads: tuple[int, int]) -> str | None:
+    """The concern and the operation where two runs part, the second one with another number of threads."""
+    setting = torch.get_num_threads()
+    torch.set_num_threads(threads[0])
+    try:
+        where = explain_difference(step, state, batch, between=functools.partial(torch.set_num_threads, threads[1]))
+    finally:
+        torch.set_num_threads(setting)
     if where is None:
         return None
     return where.concern + (f", in {where.operation}" if where.operation else "")

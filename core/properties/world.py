@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 from typing import Any
@@ -61,7 +60,6 @@ def disturb(seed: int, like: Any = ()) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-    gc.collect()
     sizes = [leaf.shape for leaf in leaves(like) if isinstance(leaf, Tensor)]
     rubbish = [torch.full(shape, float("nan")) for shape in sizes for _ in range(3)]
     del rubbish
