@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHE)/inductor
 
-.PHONY: demo test deep lint types wheel clean
+.PHONY: demo test deep mutants lint types wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 	$(BIN)/python -m pytest --doctest-modules --doctest-continue-on-failure state steps devices core
+
+mutants: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python tests/mutants.py
 
 deep: $(STAMP)
 	PURESTEP_PROFILE=deep $(BIN)/python -m pytest -n 2 --dist worksteal tests

@@ -93,7 +93,7 @@ def _asked(found: tuple[Any, Any, Any, list[Any]], backends: Any, only: tuple[st
             assert_deterministic(step, state, batch, runs=1, processes=processes)
             extra = Result(f"the same in {processes} more processes", "holds")
         except PropertyError as error:
-            extra = Result(f"the same in {processes} more processes", "fails", str(error), error.hint)
+            extra = Result(f"the same in {processes} more processes", "fails", error.found, error.hint)
         report = attrs.evolve(report, results=(*report.results, extra))
     assert isinstance(report, Report)
     return report

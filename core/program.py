@@ -19,7 +19,7 @@ from .device import Device
 from .flat_step import FlatStep, Outputs, flat_step
 from .trace import trace_step
 
-__all__ = ["Backend", "Program", "build"]
+__all__ = ["Backend", "Program", "build", "on_device"]
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 
@@ -63,7 +63,7 @@ def build(
         raise CompileError(f"device {device.name} cannot be traced into a graph; run the step eagerly on it")
     step = step.apart()
     tensors = [leaf for leaf in batch[0] if isinstance(leaf, Tensor)]
-    flat = flat_step(_on(step, device), state, batch, donate=donate)
+    flat = flat_step(on_device(step, device), state, batch, donate=donate)
     if backend == "eager":
         return Program(_without_grad(flat), flat.outputs)
     traced = trace_step(step, flat, [*state.leaves, *tensors])
@@ -77,7 +77,9 @@ def build(
     return Program(compiled, flat.outputs)
 
 
-def _on(step: Step, device: Device) -> Callable[..., Any]:
+def on_device(step: Step, device: Device) -> Callable[..., Any]:
+    """The step without its checks, its sums reduced by a device."""
+
     def run(state: Any, batch: Any) -> Any:
         return step.run(state, batch, device)
 

@@ -104,6 +104,16 @@ def batches(data, seed, epoch):
             yield data.x[rows], data.y[rows]
 
 
+def purestep_check():
+    """What ``purestep check examples/digits.py`` asks: the step, a first state and a batch of real digits."""
+    torch.manual_seed(0)
+    train_data, _ = load_data()
+    model = make_model()
+    step = make_step(model, updates=100)
+    x, y = train_data
+    return step, ps.init(model, step, seed=0), (x[:BATCH], y[:BATCH])
+
+
 def train_epoch(fast, state, loader, bar):
     """One pass: the new state, and loss and accuracy over all its rows.
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies that the tests share."""
 
-from itertools import pairwise
-
 import hypothesis.strategies as st
 import torch
 
@@ -10,17 +8,9 @@ import purestep as ps
 from toys import mlp, mlp_step, rows_of
 
 backends = st.sampled_from(["eager", "aot_eager"])
-seeds = st.integers(min_value=0, max_value=2**64 - 1)
+seeds, cuts = ps.strategies.seeds, ps.strategies.cuts
 orders = st.sampled_from(["tree", "fold"])
 finite = st.floats(min_value=-8, max_value=8, allow_nan=False, allow_subnormal=False, width=32)
-
-
-@st.composite
-def cuts(draw, total):
-    """A cut of ``total`` rows into consecutive parts, as a list of sizes."""
-    points = sorted(draw(st.sets(st.integers(1, total - 1), max_size=total - 1)))
-    edges = [0, *points, total]
-    return [b - a for a, b in pairwise(edges)]
 
 
 def shapes(max_dims=3, max_side=4):

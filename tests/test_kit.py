@@ -140,6 +140,31 @@ def test_the_explanation_names_the_concern_whose_output_differs_first(backend, p
     assert ps.explain_difference(one, pairs[0].state, pairs[0].batch) is None
 
 
+@pytest.mark.parametrize("backend", ["none", "aot_eager"])
+def test_the_explanation_names_the_operation(backend):
+    found = setup(split=2)
+    moved = found.state.replace(params={**found.state.params, "0.bias": found.state.params["0.bias"] + 1e-3})
+    step = found.step if backend == "none" else ps.jit(found.step, device=CPU, backend=backend)
+    told = ps.explain_difference(step, found.state, found.batch, other_state=moved)
+    assert told.concern == "forward"
+    assert told.operation.startswith(("aten.addmm", "aten.detach", "aten.t.", "aten.slice", "aten.split"))
+    if backend == "none":
+        assert "test_kit.py" in told.operation or "mutants.py" in told.operation or "aten.detach" in told.operation
+
+
+def test_strategies_are_taken_everywhere():
+    found = setup(split=2)
+    states, batches = st.just(found.state), ps.strategies.batches(found.batch, integers=(0, 2))
+    many = st.lists(batches, min_size=2, max_size=3)
+    properties.assert_no_leak(found.step, states, batches, examples=2)
+    properties.assert_resumable(found.step, states, many, examples=2)
+    properties.assert_compiles_once(found.step, states, many, device=CPU, examples=2)
+    properties.assert_compiled_matches_eager(found.step, states, batches, device=CPU, examples=2, steps=1)
+    bad = setup(mutants.alternating())
+    with pytest.raises(properties.PropertyError, match="smallest input found"):
+        properties.assert_resumable(bad.step, states, many, examples=5)
+
+
 def test_the_explanation_follows_another_state_or_batch():
     found = setup(split=2)
     moved = found.state.replace(params={**found.state.params, "0.bias": found.state.params["0.bias"] + 1e-3})

@@ -138,7 +138,7 @@ def _ask(name: str, question: Callable[[], None]) -> Result:
     try:
         question()
     except PropertyError as error:
-        return Result(name, "fails", str(error), error.hint, time.perf_counter() - start)
+        return Result(name, "fails", error.found, error.hint, time.perf_counter() - start)
     except ValueError as error:
         return Result(name, "not asked", str(error), "", time.perf_counter() - start)
     except Exception as error:  # a step that raises fails the property; the rest is asked all the same

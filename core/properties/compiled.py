@@ -55,26 +55,33 @@ def assert_spec_stable(step: Step | Jitted, state: Any, batch: Any, *, steps: in
 
 def assert_compiles_once(
     step: Step | Jitted,
-    state: TrainState,
-    batches: Sequence[Any],
+    state: Any,
+    batches: Any,
     *,
     device: Device | None = None,
     backend: Backend = "aot_eager",
+    examples: int = 3,
 ) -> None:
     """Assert that one compile serves all of these batches: other content, other steps and rates compile nothing.
 
     Args:
         step: from ``compose``, or compiled.
-        state: a state.
-        batches: batches of one form.
+        state: a state, or a hypothesis strategy for states.
+        batches: batches of one form, or a strategy for lists of such.
         device: where a step from ``compose`` is compiled for.
         backend: with what.
+        examples: how many generated inputs are tried.
 
     Raises:
         PropertyError: naming what made it compile again, or why it cannot be compiled.
         ValueError: if a step from ``compose`` is given without a device.
     """
-    fast = _compiled(step, device, backend)
+    if not isinstance(step, Jitted) and device is None:
+        raise ValueError(_NO_DEVICE)
+    for_each(lambda s, b: _compiles_once(_compiled(step, device, backend), s, b), state, batches, examples=examples)
+
+
+def _compiles_once(fast: Jitted, state: TrainState, batches: Sequence[Any]) -> None:
     state, first = copy_state(state), None
     for number, batch in enumerate(batches):
         before = fast.compiles
@@ -94,11 +101,14 @@ def assert_compiles_once(
             )
 
 
+_NO_DEVICE = "give the device that the step is compiled for, such as device=ps.devices.cpu()"
+
+
 def _compiled(step: Step | Jitted, device: Device | None, backend: Backend) -> Jitted:
     if isinstance(step, Jitted):
         return jit(step.step, device=step.device, backend=step.backend, donate=step.donate)
     if device is None:
-        raise ValueError("give the device that the step is compiled for, such as device=ps.devices.cpu()")
+        raise ValueError(_NO_DEVICE)
     return jit(step, device=device, backend=backend)
 
 
@@ -115,31 +125,37 @@ def _other_form(one: Any, other: Any) -> str:
 
 def assert_compiled_matches_eager(
     step: Step | Jitted,
-    state: TrainState,
+    state: Any,
     batch: Any,
     *,
     device: Device | None = None,
     backend: Backend = "aot_eager",
     ulps: int = 0,
     steps: int = 2,
+    examples: int = 5,
 ) -> None:
     """Assert that a compiled step gives the eager step's numbers.
 
     Args:
         step: from ``compose``, or compiled: then its backend is meant.
-        state: a state.
-        batch: a batch.
+        state: a state, or a hypothesis strategy for states.
+        batch: a batch, or a hypothesis strategy for batches.
         device: where a step from ``compose`` is compiled for.
         backend: with what.
         ulps: how far floating numbers may lie apart, in units in the last place of the largest element of a leaf, and of
             the params' dtype; 0 for every bit. Inductor rounds otherwise than eager kernels.
         steps: how many steps are run.
+        examples: how many generated inputs are tried.
 
     Raises:
         PropertyError: naming the concern and the first differing element.
         ValueError: if a step from ``compose`` is given without a device.
     """
     fast = _compiled(step, device, backend)
+    for_each(lambda s, b: _matches(fast, s, b, ulps, steps), state, batch, examples=examples)
+
+
+def _matches(fast: Jitted, state: TrainState, batch: Any, ulps: int, steps: int) -> None:
     plain, one, other = fast.step, copy_state(state), copy_state(state)
     for number in range(steps):
         before = copy_state(one)

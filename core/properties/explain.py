@@ -11,12 +11,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from ...state.record import TrainState, copy_state
+from ...state.record import FlatState, TrainState, copy_state
 from ...state.torch_private import DispatchMode
-from ...state.tree import leaves
+from ...state.tree import flatten, leaves, leaves_with_paths
 from ..compose import Step
-from ..device import Device
+from ..flat_step import flat_step
 from ..jit import Jitted, jit
+from ..program import on_device
+from ..trace import trace_step
 from .difference import Difference, first_difference
 from .tape import TAP, concern_of, tapped
 
@@ -30,8 +32,8 @@ class Explanation:
     Attributes:
         concern: the concern whose output differs, with all before it equal.
         difference: its first differing element.
-        operation: the tensor operation whose result differs first, with the line of code; ``None`` where the two runs are
-            compiled or do not run the same operations.
+        operation: the tensor operation whose result differs first, with the line of code where the step ran eagerly;
+            ``None`` under Inductor, and where two steps are compared.
     """
 
     concern: str
@@ -96,33 +98,23 @@ def explain_difference(
     found = _first(one, other)
     if found is None:
         return None
-    runs = [x for x in (step, second) if not isinstance(x, Jitted)]
-    if len(runs) < 2 or (against is not None and against is not step):
+    if second is not step or (isinstance(step, Jitted) and step.backend == "inductor"):
         return found
-    first_ops = _operations(runs[0], state, batch)
+    run = _graph(step, state, batch) if isinstance(step, Jitted) else _eager(step)
+    operations = run(state, batch)
     if between is not None:
         between()
-    return attrs.evolve(found, operation=_first_operation(first_ops, _operations(runs[1], later_state, later_batch)))
+    return attrs.evolve(found, operation=_first_operation(operations, run(later_state, later_batch)))
 
 
 def _taps(step: Step | Jitted, state: TrainState, batch: Any) -> dict[str, Tensor]:
     if isinstance(step, Jitted):
-        run: Any = jit(tapped(step.step), device=_device(step), backend=step.backend)
+        run: Any = jit(tapped(step.step), device=step.device, backend=step.backend)
     else:
         run = tapped(step)
     new, metrics = run(copy_state(state), batch)
-    ends = {f"{TAP}999999 step\n{path}": leaf for path, leaf in _named(new)}
+    ends = {f"{TAP}999999 step\n{path}": leaf for path, leaf in leaves_with_paths(new, "state")}
     return {**{name: value for name, value in metrics.items() if name.startswith(TAP)}, **ends}
-
-
-def _device(step: Jitted) -> Device:
-    return step.device
-
-
-def _named(state: TrainState) -> list[tuple[str, Tensor]]:
-    from ...state.tree import leaves_with_paths
-
-    return leaves_with_paths(state, "state")
 
 
 def _first(one: dict[str, Tensor], other: dict[str, Tensor]) -> Explanation | None:
@@ -160,11 +152,34 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call] # torch's class 
         return result
 
 
-def _operations(step: Step, state: TrainState, batch: Any) -> list[_Operation]:
-    recorder = _Recorder()
-    with torch.no_grad(), recorder:
-        step.run(state, batch)
-    return recorder.operations
+Operations = Callable[[TrainState, Any], list[_Operation]]
+
+
+def _eager(step: Step) -> Operations:
+    def run(state: TrainState, batch: Any) -> list[_Operation]:
+        recorder = _Recorder()
+        with torch.no_grad(), recorder:
+            step.run(state, batch)
+        return recorder.operations
+
+    return run
+
+
+def _graph(step: Jitted, state: TrainState, batch: Any) -> Operations:
+    """The operations of the traced graph, which both runs go through."""
+    values, treedef = flatten(step.device.place(batch))
+    own = step.step.apart()
+    flat = flat_step(on_device(own, step.device), FlatState(*flatten(state)), (values, treedef), donate=False)
+    graph = trace_step(own, flat, [*flatten(state)[0], *(x for x in values if isinstance(x, Tensor))]).graph
+
+    def run(state: TrainState, batch: Any) -> list[_Operation]:
+        tensors = [x for x in flatten(step.device.place(batch))[0] if isinstance(x, Tensor)]
+        recorder = _Recorder()
+        with torch.no_grad(), recorder:
+            graph(*flatten(state)[0], *tensors)
+        return recorder.operations
+
+    return run
 
 
 def _first_operation(one: list[_Operation], other: list[_Operation]) -> str | None:
@@ -186,7 +201,7 @@ def _users_line() -> str:
     """The innermost line that is neither torch's nor ours."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path == _HERE and frame.name == _operations.__name__:
+        if path == _HERE and frame.name == "run":
             break  # what lies further out called us, and did nothing of the step
         if path.suffix == ".py" and not any(folder in path.parents for folder in (*_FOLDERS, _TORCH)):
             return f" at {path.name}:{frame.lineno}: {frame.line}"

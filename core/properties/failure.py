@@ -49,15 +49,19 @@ class PropertyError(PurestepError, AssertionError):
             self._concern = self._concern()
         return self._concern
 
-    def __str__(self) -> str:
+    @builtins.property
+    def found(self) -> str:
+        """All that was found, without what to do about it."""
         parts = [
             f"not {self.property}: {self.why}",
             f"first seen at {self.concern}" if self.concern else "",
             str(self.difference) if self.difference else "",
             f"smallest input found: {self.smallest}" if self.smallest else "",
-            self.hint,
         ]
         return "; ".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.hint}" if self.hint else self.found
 
 
 def for_each(check: Callable[..., None], *given: Any, examples: int) -> None:

@@ -121,18 +121,23 @@ def _own_memory(step: Step | Jitted, state: TrainState, batch: Any) -> None:
             )
 
 
-def assert_no_leak(step: Step | Jitted, state: TrainState, batch: Any, *, steps: int = 6) -> None:
+def assert_no_leak(step: Step | Jitted, state: Any, batch: Any, *, steps: int = 6, examples: int = 3) -> None:
     """Assert that nothing of a step is alive after it but the state and the metrics: no graph, no activations.
 
     Args:
         step: from ``compose``, or compiled (without donation).
-        state: a state.
-        batch: a batch.
+        state: a state, or a hypothesis strategy for states.
+        batch: a batch, or a hypothesis strategy for batches.
         steps: how many steps are run.
+        examples: how many generated inputs are tried.
 
     Raises:
         PropertyError: naming what grows, and the variable of the loss that holds it where that is found.
     """
+    for_each(lambda s, b: _no_leak(step, s, b, steps), state, batch, examples=examples)
+
+
+def _no_leak(step: Step | Jitted, state: TrainState, batch: Any, steps: int) -> None:
     plain = step.step if isinstance(step, Jitted) else step
     counts: list[int] = []
     known: set[int] = set()

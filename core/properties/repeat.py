@@ -124,19 +124,24 @@ def _in_child(writer: Any, step: Step, state: TrainState, batch: Any, number: in
     writer.close()
 
 
-def assert_resumable(step: Step | Jitted, state: TrainState, batches: Sequence[Any]) -> None:
+def assert_resumable(step: Step | Jitted, state: Any, batches: Any, *, examples: int = 10) -> None:
     """Assert that a run that was cut at any boundary between calls ends with the bits of the run that was not.
 
     Each cut sends the state through its serialised form; a compiled step is compiled anew.
 
     Args:
         step: from ``compose``, or compiled.
-        state: a state.
-        batches: the batches of the run, at least two.
+        state: a state, or a hypothesis strategy for states.
+        batches: the batches of the run, at least two; or a strategy for lists of batches.
+        examples: how many generated inputs are tried.
 
     Raises:
         PropertyError: naming the cut and the first differing element.
     """
+    for_each(lambda s, b: _resumable(step, s, b), state, batches, examples=examples)
+
+
+def _resumable(step: Step | Jitted, state: TrainState, batches: Sequence[Any]) -> None:
     whole, ends = _run(_anew(step), copy_state(state), batches), list[TrainState]()
     current, run = copy_state(state), _anew(step)
     for batch in batches:

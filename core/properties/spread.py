@@ -131,24 +131,31 @@ def assert_cut_invariant(
 
 
 def _cut(step: Step, state: TrainState, batch: Any, counts: Sequence[int], tolerance: float | None) -> None:
-    total = rows(batch)
     for phase in step.phases:
-        if _draws(phase, state, batch):
-            raise ValueError(
-                "the step draws random numbers, and a microbatch's key depends on its place: switch dropout off"
+        if draws(phase, state, batch):
+            raise ValueError("the step draws random numbers, which a microbatch's place decides: switch dropout off")
+        cut_invariant(phase, state, batch, counts, tolerance)
+
+
+def cut_invariant(phase: Phase, state: TrainState, batch: Any, counts: Sequence[int], tolerance: float | None) -> None:
+    """Compare what the sums divide to over these numbers of microbatches.
+
+    Raises:
+        PropertyError: naming the cut, the leaf and both values.
+    """
+    total, given = rows(batch), None
+    for count in (count for count in counts if count <= total):
+        found = _means(attrs.evolve(phase, split=SplitBatch(count, None)), state, batch)
+        given = found if given is None else given
+        wrong = _far(given, found, tolerance)
+        if wrong is not None:
+            raise PropertyError(
+                "cut invariant", f"{count} microbatches instead of {counts[0]} move {wrong}", hint=_cut_hint(phase)
             )
-        given: Tree = None
-        for count in (count for count in counts if count <= total):
-            found = _means(attrs.evolve(phase, split=SplitBatch(count, None)), state, batch)
-            given = found if given is None else given
-            wrong = _far(given, found, tolerance)
-            if wrong is not None:
-                raise PropertyError(
-                    "cut invariant", f"{count} microbatches instead of {counts[0]} move {wrong}", hint=_cut_hint(phase)
-                )
 
 
-def _draws(phase: Phase, state: TrainState, batch: Any) -> bool:
+def draws(phase: Phase, state: TrainState, batch: Any) -> bool:
+    """Whether another key gives other sums."""
     one, other = (phase.local(state.replace(key=torch.tensor([seed, 0])), batch) for seed in (1, 2))
     return first_difference(one, other) is not None
 
@@ -183,13 +190,18 @@ def _far_leaf(path: str, one: Tensor, other: Tensor, tolerance: float | None, fl
 
 
 def _cut_hint(phase: Phase) -> str:
-    template = phase.forward.template
-    norms = (
-        [] if template is None else [n for n, m in template.module.named_modules() if _is_batch_norm(m) and m.training]
-    )
+    norms = normalising(phase)
     if norms:
         return f"module {norms[0]} normalises over its microbatch while training, so its result depends on the cut"
     return "return the sum of the loss over the rows with their number as weight: a mean of means depends on the cut"
+
+
+def normalising(phase: Phase) -> list[str]:
+    """The modules that normalise over their microbatch."""
+    template = phase.forward.template
+    return (
+        [] if template is None else [n for n, m in template.module.named_modules() if _is_batch_norm(m) and m.training]
+    )
 
 
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
