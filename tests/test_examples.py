@@ -11,7 +11,14 @@ import torch
 import purestep as ps
 
 ROOT = Path(ps.__file__).parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+
+
+BLOCKS = blocks(ROOT / "README.md")
+PAGES = [(path.name, block) for path in sorted((ROOT / "docs").glob("*.md")) for block in blocks(path)]
 
 
 def digits():
@@ -34,6 +41,11 @@ def test_readme(index, capsys):
     else:
         exec(compile(BLOCKS[index], f"README block {index}", "exec"), {})
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "block"), PAGES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PAGES)])
+def test_documentation(name, block):
+    exec(compile(block, name, "exec"), {})
 
 
 def test_the_readme_opens_with_a_script_that_trains():
