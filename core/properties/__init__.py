@@ -11,7 +11,8 @@ from .digest import DigestTrace, compare_traces, digests
 from .explain import Explanation, explain_difference
 from .failure import PropertyError
 from .gradients import assert_gradients
-from .purity import assert_key_used, assert_no_leak, assert_pure
+from .keyed import assert_key_used
+from .purity import assert_no_leak, assert_pure
 from .repeat import assert_deterministic, assert_resumable
 from .spread import assert_cut_invariant, assert_spread_invariant
 

@@ -14,7 +14,7 @@ from ..compose import Step
 from ..device import Device
 from ..jit import Jitted
 from ..program import Backend
-from . import compiled, gradients, purity, repeat, spread
+from . import compiled, gradients, keyed, purity, repeat, spread
 from .failure import PropertyError
 
 __all__ = ["Report", "Result", "check"]
@@ -103,7 +103,7 @@ def check(
     run = list(batches) or [batch] * 4
     questions: dict[str, Callable[[], None]] = {
         "pure": lambda: purity.assert_pure(plain, state, batch),
-        "drawn from the key": lambda: purity.assert_key_used(plain, state, batch),
+        "drawn from the key": lambda: keyed.assert_key_used(plain, state, batch),
         "deterministic": lambda: repeat.assert_deterministic(plain, state, batch),
         "free of leaks": lambda: purity.assert_no_leak(plain, state, batch),
         "stable in its form": lambda: compiled.assert_spec_stable(plain, state, batch),

@@ -14,7 +14,11 @@ from ...state.tree import leaves, map_leaves
 from ..compose import Step
 from .difference import first_difference
 
-__all__ = ["changed", "disturb", "snapshot", "world"]
+__all__ = ["GENERATOR", "changed", "disturb", "snapshot", "world"]
+
+
+GENERATOR = "draw from the step's key: ps.uniform(key, shape), or torch's own random operations inside the loss"
+"""What to do about a global generator."""
 
 
 def world(step: Step) -> dict[str, Any]:
