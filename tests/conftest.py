@@ -6,6 +6,8 @@ import hypothesis
 import pytest
 import torch
 
+from purestep.pytest_plugin import purestep_check  # noqa: F401 (the fixture, also where the package is not installed)
+
 hypothesis.settings.register_profile(
     "ci",
     deadline=None,

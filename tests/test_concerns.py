@@ -108,6 +108,29 @@ def test_nothing_it_gives_lies_in_what_it_was_given(case):
     assert not [leaf for leaf in out if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.data_ptr() in given]
 
 
+def composed(concern):
+    """The concern in a step, in the place of the plain one of its kind, or before ``step``."""
+    line = [ps.split_batch(2), FORWARD, ps.backward(), ps.accumulate(), ADAMW]
+    for place, plain in enumerate(line):
+        if type(plain) is type(concern):
+            line[place] = concern
+            return ps.compose(*line)
+    return ps.compose(*line[:4], concern, ADAMW)
+
+
+ASKED = [
+    "pure", "drawn from the key", "deterministic", "stable in its form", "spread invariant", "resumable",
+    "equal eager and compiled (aot_eager)",
+]  # fmt: skip
+
+
+def test_composed_it_holds_every_property(case, purestep_check):
+    step = composed(case[0])
+    only = [name for name in ASKED if name != "spread invariant" or step.phases[0].accumulate.order == "tree"]
+    report = purestep_check(step, ps.init(MODEL, step), rows_of(6), device=ps.devices.cpu(), only=only)
+    assert [result.verdict for result in report.results] == ["holds"] * len(only)
+
+
 def test_a_slot_of_ones_own_is_made_kept_and_gated():
     step = ps.compose(
         ps.forward(classifier_loss, MODEL), ps.backward(), ps.accumulate(), ADAMW,
