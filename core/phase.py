@@ -20,7 +20,7 @@ from ..state.record import Counters, TrainState
 from ..state.spec import difference
 from ..state.sums import Loss, Sum, Sums
 from ..state.torch_private import is_tracing
-from ..state.tree import Tree, as_tensors, leaves, map_leaves
+from ..state.tree import Tree, as_tensors, leaves, map_leaves, own_containers
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.concern import Applied, Custom, Flow
@@ -142,7 +142,7 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 def _lent(batch: Any) -> Any:
     """The batch in containers and tensors of the step's own, over the same memory: a flag set on one stays here."""
     if is_tracing():
-        return batch
+        return own_containers(batch)
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, batch)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..state.errors import BatchError
 from ..state.sums import Sums
-from ..state.tree import Tree, as_tensors, leaves_with_paths
+from ..state.tree import Tree, as_tensors, flatten
 
 __all__ = ["Cpu", "cpu"]
 
@@ -53,8 +53,10 @@ class Cpu:
             BatchError: naming the leaf that lies on another device.
         """
         placed = as_tensors(tree)
-        for path, leaf in leaves_with_paths(placed, "batch"):
+        values, treedef = flatten(placed)
+        for index, leaf in enumerate(values):
             if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+                path = treedef.accessors()[index].codify("batch")
                 raise BatchError(f"{path} lies on {leaf.device}, the step runs on cpu; move it with .to('cpu')")
         return placed
 

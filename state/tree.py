@@ -185,7 +185,7 @@ def own_containers(tree: Tree) -> Tree:
 
 
 def as_tensors(batch: Tree) -> Tree:
-    """The batch in containers of its own, with NumPy arrays and scalars as tensors; what is a tensor stays itself.
+    """The batch with NumPy arrays and scalars as tensors; the batch itself where there are none.
 
     Raises:
         BatchError: naming an array of a dtype that torch does not have.
@@ -195,6 +195,8 @@ def as_tensors(batch: Tree) -> Tree:
         {'x': tensor([0, 1, 2])}
     """
     values, treedef = flatten(batch)
+    if not any(isinstance(leaf, (np.ndarray, np.generic)) for leaf in values):
+        return batch
     for index, leaf in enumerate(values):
         if isinstance(leaf, (np.ndarray, np.generic)):
             try:
