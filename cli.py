@@ -121,9 +121,22 @@ def _look_up(script: Path, names: dict[str, str]) -> tuple[Any, Any, Any, list[A
     if name not in held:
         raise LookupError("it has no batch, batches or loader; name its batch with --batch, or define purestep_check()")
     if name in ("batches", "loader") and isinstance(held[name], Iterable):
-        batches = list(islice(held[name], 4))
-        return step, state, batches[0], batches
+        return step, state, *_first_batches(held[name], name)
     return step, state, held[name], []
+
+
+def _first_batches(loader: Iterable[Any], name: str) -> tuple[Any, list[Any]]:
+    """The first batch, and the next few of its form: an incomplete last one is no fault."""
+    from .state.tree import as_tensors, flatten
+
+    def form(batch: Any) -> Any:
+        values, treedef = flatten(batch)
+        return treedef, [getattr(leaf, "shape", None) for leaf in values]
+
+    found = [as_tensors(batch) for batch in islice(loader, 4)]
+    if not found:
+        raise LookupError(f"its {name} gives no batch")
+    return found[0], [batch for batch in found if form(batch) == form(found[0])]
 
 
 def _run(script: Path) -> dict[str, Any]:
@@ -131,6 +144,8 @@ def _run(script: Path) -> dict[str, Any]:
     sys.argv, sys.path[:0] = [str(script)], [str(script.resolve().parent)]
     try:
         return runpy.run_path(str(script), run_name="purestep_check")
+    except Exception as error:
+        raise LookupError(f"it raises {type(error).__name__}: {error}") from error
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
 

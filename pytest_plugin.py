@@ -5,6 +5,7 @@ Torch is imported when one of them is used, not before.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from .core.properties.difference import first_difference
     from .core.properties.world import disturb
 
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        pytest.fail("a test marked deterministic must be a plain function", pytrace=False)
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     first: Any = None
     for run in range(max(2, pyfuncitem.config.getoption("--purestep-runs"))):
@@ -61,7 +64,8 @@ def purestep_check() -> Callable[..., Any]:
 
         report = check_step(step, state, batch, **options)
         if not report.ok:
-            pytest.fail(f"the step does not hold what is asked of it:\n{report}", pytrace=False)
+            hints = "\n".join(f"{r.name}: {r.hint}" for r in report.results if r.verdict == "fails" and r.hint)
+            pytest.fail(f"the step does not hold what is asked of it:\n{report}\n{hints}", pytrace=False)
         return report
 
     return check

@@ -13,6 +13,7 @@ The generator is put back at the end.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,9 +25,9 @@ from ..state.constants import is_constant
 from ..state.errors import RandomOpError, TraceError
 from ..state.torch_private import DispatchMode, gives_number, is_fake, is_operation, is_tracing, schema
 from .guard import Guard
-from .random_rules import RULES, Source, draws, named_arguments
+from .random_rules import RULES, Means, Source, draws, named_arguments
 
-__all__ = ["FIRST_STREAM", "keyed"]
+__all__ = ["FIRST_STREAM", "calm", "keyed"]
 
 FIRST_STREAM = 1 << 31
 
@@ -61,6 +62,26 @@ def keyed(key: Tensor | None, guard: Guard | None = None) -> Iterator[None]:
         finally:
             if guard is not None:
                 guard.release()
+
+
+_calm = contextvars.ContextVar("calm", default=False)
+
+
+@contextlib.contextmanager
+def calm() -> Iterator[None]:
+    """Answer random operations with their means instead: what is asked then does not depend on the draws.
+
+    Example:
+        >>> from purestep.state.key import random_key
+        >>> with calm(), keyed(random_key(0)):
+        ...     torch.rand(2)
+        tensor([0.5000, 0.5000])
+    """
+    token = _calm.set(True)
+    try:
+        yield
+    finally:
+        _calm.reset(token)
 
 
 _one_at_a_time = threading.RLock()  # the generator is the process's: eager forwards of several threads take turns
@@ -112,7 +133,8 @@ class _KeyedMode(DispatchMode):  # type: ignore[no-untyped-call] # torch's class
             raise RandomOpError(f"{func} draws random numbers but no key was given: pass key=ps.random_key(seed)")
         count = self.generator.initial_seed()
         self.generator.manual_seed(count + 1)
-        values = rule(Source(self.key, FIRST_STREAM + count), given)
+        source = Source(self.key, FIRST_STREAM + count)
+        values = rule(Means(source.key, source.stream) if _calm.get() else source, given)
         target = given.get("self")
         mutates = schema(func).is_mutable and isinstance(target, Tensor)
         return target.copy_(values) if mutates else values  # type: ignore[union-attr]

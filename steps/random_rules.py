@@ -12,7 +12,7 @@ from torch import Tensor
 from ..state.distributions import bernoulli, normal, uniform
 from ..state.torch_private import schema
 
-__all__ = ["RULES", "Source", "draws", "named_arguments"]
+__all__ = ["RULES", "Means", "Source", "draws", "named_arguments"]
 
 aten = torch.ops.aten
 
@@ -35,6 +35,24 @@ class Source:
     def normal(self, *args: Any, **kwargs: Any) -> Tensor:
         """Normal numbers of this stream."""
         return normal(self.key, *args, **kwargs, stream=self.stream)
+
+
+@attrs.frozen
+class Means(Source):
+    """A draw of the means: every unit is kept, every number is the middle of its range."""
+
+    def bernoulli(self, p: Any, shape: Any = None, *, dtype: torch.dtype = torch.bool) -> Tensor:
+        """Ones."""
+        return torch.ones(p.shape if shape is None else tuple(shape), dtype=dtype, device=self.key.device)
+
+    def uniform(self, shape: Any, low: Any = 0.0, high: Any = 1.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The middle."""
+        middle = (low + high) / 2.0
+        return torch.zeros(tuple(shape), dtype=torch.float64, device=self.key.device).add(middle).to(dtype)
+
+    def normal(self, shape: Any, mean: Any = 0.0, std: Any = 1.0, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The mean."""
+        return torch.zeros(tuple(shape), dtype=torch.float64, device=self.key.device).add(mean).to(dtype)
 
 
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

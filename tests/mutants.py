@@ -298,7 +298,7 @@ def closing_over():
 
 def branching(model, batch, key):
     made = good_loss(model, batch, key)
-    return made.replace(total=made.total * 2.0) if float(made.total) > 1e9 else made
+    return made.replace(total=made.total * 2.0) if float(made.total.detach()) > 1e9 else made
 
 
 def scaled_by_number(model, batch, key):

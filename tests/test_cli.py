@@ -75,6 +75,8 @@ def test_a_good_script_exits_with_zero_and_asks_everything(tmp_path):
             "it has several: step, other; choose one with --step",
         ),
         (GOOD + "batch = torch.ones(4)", ("--state", "start"), "it has no variable 'start' for --state"),
+        (GOOD + "loader = []", (), "its loader gives no batch"),
+        (GOOD + "raise KeyError('in the script')", (), "it raises KeyError: 'in the script'"),
         (GOOD + "batch = torch.ones(4)", ("--only", "nothing"), "there is no property 'nothing'"),
     ],
 )
@@ -118,6 +120,16 @@ def test_two_runs_are_compared_by_their_digests(tmp_path):
     state, _ = toy_step()(state, torch.ones(2, dtype=torch.float64))
     resumed.add(state)  # a run that goes back to call 1 replaces what came after
     assert len(one.read_text().splitlines()) == 1
+    with other.open("a") as file:
+        file.write('{"call": 5, "dig')  # a crash
+    assert run("diff", same, other)[0] == 1
+
+
+def test_an_incomplete_last_batch_is_no_fault(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(GOOD + "loader = [torch.ones(4), torch.ones(4), torch.ones(3)]")
+    code, out, log = run("check", script, "--only", "compiled once", "resumable")
+    assert code == 0, out + log
 
 
 TESTS = """

@@ -9,7 +9,7 @@ from .compiled import assert_compiled_matches_eager, assert_compiles_once, asser
 from .difference import Difference, first_difference, ulp_distance
 from .digest import DigestTrace, compare_traces, digests
 from .explain import Explanation, explain_difference
-from .failure import PropertyError
+from .failure import NotAskedError, PropertyError
 from .gradients import assert_gradients
 from .keyed import assert_key_used
 from .purity import assert_no_leak, assert_pure
@@ -20,6 +20,7 @@ __all__ = [
     "Difference",
     "DigestTrace",
     "Explanation",
+    "NotAskedError",
     "PropertyError",
     "Report",
     "Result",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 
-from ...state.record import TrainState
+from ...state.errors import NumericsError, PurestepError, PurityError, RandomOpError, StateError
+from ...state.record import TrainState, copy_state
+from ...state.tree import as_tensors
 from ...steps.split_batch import rows
 from ..compose import Step
 from ..device import Device
 from ..jit import Jitted
 from ..program import Backend
 from . import compiled, gradients, keyed, purity, repeat, spread
-from .failure import PropertyError
+from .failure import NotAskedError, PropertyError, plain_step
 
 __all__ = ["Report", "Result", "check"]
 
@@ -51,8 +53,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing fails."""
-        return all(result.verdict != "fails" for result in self.results)
+        """Whether nothing fails, and something holds."""
+        verdicts = {result.verdict for result in self.results}
+        return "fails" not in verdicts and "holds" in verdicts
 
     def __str__(self) -> str:
         width = max(len(result.name) for result in self.results)
@@ -84,6 +87,7 @@ def check(
         A report, which prints as a table.
 
     Raises:
+        TypeError: if the step or the state is none, or a name stands where a list of names is needed.
         ValueError: naming a property that does not exist.
 
     Example:
@@ -97,7 +101,9 @@ def check(
         pure           holds
         deterministic  holds
     """
-    plain = step.step if isinstance(step, Jitted) else step
+    plain, batch = plain_step(step), as_tensors(batch)
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a TrainState, got {type(state).__name__}")
     where = step.device if isinstance(step, Jitted) else device
     every = tuple(dict.fromkeys([*backends, *([step.backend] if isinstance(step, Jitted) else [])]))
     run = list(batches) or [batch] * 4
@@ -119,18 +125,48 @@ def check(
                 plain, state, batch, device=where, backend=backend, ulps=_ULPS if backend == "inductor" else 0, steps=1
             )
         )  # type: ignore[misc] # a default binds the loop's value
+    if isinstance(only, str) or isinstance(backends, str):
+        raise TypeError(f"only and backends must be lists of names, got {only!r} and {backends!r}")
     unknown = [name for name in only if name not in questions]
     if unknown:
         raise ValueError(f"there is no property {unknown[0]!r}; there are {', '.join(questions)}")
-    return Report(tuple(_ask(name, question) for name, question in questions.items() if not only or name in only))
+    broken = _runs(plain, state, batch)
+    if broken is not None:
+        return Report((broken,))
+    asked = {name: question for name, question in questions.items() if not only or name in only}
+    return Report(tuple(_in_turn(asked)))
 
 
+def _runs(step: Step, state: TrainState, batch: Any) -> Result | None:
+    """A row of its own for a step that does not run: nothing else can be asked then."""
+    try:
+        step(copy_state(state), batch)
+    except (NumericsError, PurityError, RandomOpError, StateError):
+        return None  # a property of its own says more
+    except Exception as error:  # whatever the user's code raises
+        return Result("runs", "fails", f"{type(error).__name__}: {error}", "make the eager step run first")
+    return None
+
+
+def _in_turn(questions: dict[str, Callable[[], None]]) -> Iterator[Result]:
+    """The results; a step that does not repeat itself is not asked what compares two runs."""
+    repeats = True
+    for name, question in questions.items():
+        if not repeats and name not in _ALWAYS:
+            yield Result(name, "not asked", "the step is not deterministic")
+            continue
+        result = _ask(name, question)
+        repeats = repeats and not (name == "deterministic" and result.verdict == "fails")
+        yield result
+
+
+_ALWAYS = ("pure", "drawn from the key", "deterministic", "free of leaks", "stable in its form", "compiled once")
 _ULPS = 2**10  # a relative distance of 1.2e-4 in float32, after one step of fused kernels
 _COUNTS = 4
 
 
 def _counts(batch: Any) -> tuple[int, ...]:
-    return tuple(range(1, min(_COUNTS, rows(batch)) + 1))
+    return tuple(range(1, max(2, min(_COUNTS, rows(batch))) + 1))
 
 
 def _ask(name: str, question: Callable[[], None]) -> Result:
@@ -139,8 +175,10 @@ def _ask(name: str, question: Callable[[], None]) -> Result:
         question()
     except PropertyError as error:
         return Result(name, "fails", error.found, error.hint, time.perf_counter() - start)
-    except ValueError as error:
+    except NotAskedError as error:
         return Result(name, "not asked", str(error), "", time.perf_counter() - start)
+    except PurestepError as error:
+        return Result(name, "not asked", f"the step is refused: {error}", "", time.perf_counter() - start)
     except Exception as error:  # a step that raises fails the property; the rest is asked all the same
         return Result(name, "fails", f"{type(error).__name__}: {error}", "", time.perf_counter() - start)
     return Result(name, "holds", "", "", time.perf_counter() - start)

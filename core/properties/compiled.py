@@ -20,7 +20,7 @@ from ..jit import Jitted, jit
 from ..program import Backend
 from .difference import result_difference
 from .explain import explain_difference
-from .failure import PropertyError, for_each
+from .failure import NotAskedError, PropertyError, for_each, undonated
 
 __all__ = ["assert_compiled_matches_eager", "assert_compiles_once", "assert_spec_stable"]
 
@@ -50,6 +50,7 @@ def assert_spec_stable(step: Step | Jitted, state: Any, batch: Any, *, steps: in
                 raise PropertyError("stable in its form", found, hint="a function must keep shapes and dtypes")
             state = new
 
+    step = undonated(step)
     for_each(check, state, batch, examples=examples)
 
 
@@ -77,7 +78,7 @@ def assert_compiles_once(
         ValueError: if a step from ``compose`` is given without a device.
     """
     if not isinstance(step, Jitted) and device is None:
-        raise ValueError(_NO_DEVICE)
+        raise NotAskedError(_NO_DEVICE)
     for_each(lambda s, b: _compiles_once(_compiled(step, device, backend), s, b), state, batches, examples=examples)
 
 
@@ -108,7 +109,7 @@ def _compiled(step: Step | Jitted, device: Device | None, backend: Backend) -> J
     if isinstance(step, Jitted):
         return jit(step.step, device=step.device, backend=step.backend, donate=step.donate)
     if device is None:
-        raise ValueError(_NO_DEVICE)
+        raise NotAskedError(_NO_DEVICE)
     return jit(step, device=device, backend=backend)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...state.spec import spec
 from ...state.sums import reals
-from ...state.tree import Tree, leaves_with_paths
+from ...state.tree import Tree, as_tensors, leaves_with_paths
 
 __all__ = ["Difference", "first_difference", "result_difference", "ulp_distance"]
 
@@ -60,7 +60,7 @@ def first_difference(
         >>> print(first_difference({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0000002])}))
         state['w'][1]: 2.0 against 2.000000238418579, 1 ulp apart (1 elements differ)
     """
-    ours, theirs = (dict(leaves_with_paths(tree, root)) for tree in (one, other))
+    ours, theirs = (dict(leaves_with_paths(as_tensors(tree), root)) for tree in (one, other))
     for path in [*ours, *(path for path in theirs if path not in ours)]:
         if path not in ours or path not in theirs:
             one_has, other_has = ("present" if path in tree else "absent" for tree in (ours, theirs))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...state.record import TrainState
-from ...state.tree import Tree, leaves_with_paths
+from ...state.tree import Tree, as_tensors, leaves_with_paths
 
 __all__ = ["DigestTrace", "compare_traces", "digests"]
 
@@ -24,7 +24,7 @@ def digests(tree: Tree, root: str = "") -> dict[str, str]:
         >>> digests({"w": torch.zeros(2)})["['w']"]
         '8bd79421def4598b'
     """
-    return {path: _digest(leaf) for path, leaf in leaves_with_paths(tree, root)}
+    return {path: _digest(leaf) for path, leaf in leaves_with_paths(as_tensors(tree), root)}
 
 
 def _digest(leaf: Any) -> str:
@@ -62,21 +62,31 @@ class DigestTrace:
         if isinstance(digest_every, bool) or not isinstance(digest_every, int) or digest_every < 1:
             raise ValueError(f"digest_every must be a positive int, got {digest_every!r}")
         self.path, self.digest_every = Path(path), digest_every
+        self._last: int | None = None
 
     def add(self, state: TrainState) -> None:
         """Keep the digests of a state if its number of calls is due. Reads every value of the state."""
         call = int(state.counters.batches)
         if call % self.digest_every:
             return
-        lines = [line for line in _lines(self.path) if line["call"] < call]
-        lines.append({"call": call, "digests": digests(state, "state")})
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        if self._last is None or call <= self._last:  # the first time, and where a run went back
+            kept = [line for line in _lines(self.path) if line["call"] < call]
+            self.path.write_text("".join(map(_written, kept)), encoding="utf-8")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_written({"call": call, "digests": digests(state, "state")}))
+        self._last = call
+
+
+def _written(line: dict[str, Any]) -> str:
+    return json.dumps(line) + "\n"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a trace; a last one that a crash cut short does not count."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line]
 
 
 def compare_traces(one: str | Path, other: str | Path) -> str | None:

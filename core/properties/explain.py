@@ -32,8 +32,8 @@ class Explanation:
     Attributes:
         concern: the concern whose output differs, with all before it equal.
         difference: its first differing element.
-        operation: the tensor operation whose result differs first, with the line of code where the step ran eagerly;
-            ``None`` under Inductor, and where two steps are compared.
+        operation: the first tensor operation that gave other bits for equal inputs, with the line of code where the step
+            ran eagerly; ``None`` where the inputs of the run differ, two steps are compared, or Inductor compiled them.
     """
 
     concern: str
@@ -133,6 +133,7 @@ def _first(one: dict[str, Tensor], other: dict[str, Tensor]) -> Explanation | No
 class _Operation:
     name: str
     line: str
+    inputs: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
 
@@ -146,9 +147,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call] # torch's class 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        inputs = _copies((args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        tensors = tuple(x.detach().clone() for x in leaves(result) if isinstance(x, Tensor))
-        self.operations.append(_Operation(str(func), _users_line(), tensors))
+        self.operations.append(_Operation(str(func), _users_line(), inputs, _copies(result)))
         return result
 
 
@@ -182,11 +183,16 @@ def _graph(step: Jitted, state: TrainState, batch: Any) -> Operations:
     return run
 
 
+def _copies(tree: Any) -> tuple[Tensor, ...]:
+    return tuple(x.detach().clone() for x in leaves(tree) if isinstance(x, Tensor))
+
+
 def _first_operation(one: list[_Operation], other: list[_Operation]) -> str | None:
     for first, second in zip(one, other, strict=False):
         if first.name != second.name:
             return f"{second.name} where the first run had {first.name}{first.line or second.line}"
-        if first_difference(list(first.results), list(second.results)) is not None:
+        same_inputs = first_difference(list(first.inputs), list(second.inputs)) is None
+        if same_inputs and first_difference(list(first.results), list(second.results)) is not None:
             return f"{first.name}{first.line}"
     return None
 

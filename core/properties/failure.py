@@ -10,10 +10,16 @@ from torch import Tensor
 
 from ...state.errors import PurestepError
 from ...state.spec import spec
-from ...state.tree import leaves_with_paths
+from ...state.tree import as_tensors, leaves_with_paths
+from ..compose import Step
+from ..jit import Jitted, jit
 from .difference import Difference
 
-__all__ = ["PropertyError", "for_each"]
+__all__ = ["NotAskedError", "PropertyError", "for_each", "plain_step", "undonated"]
+
+
+class NotAskedError(ValueError):
+    """A property cannot be asked of this step and input: the message says why."""
 
 
 class PropertyError(PurestepError, AssertionError):
@@ -71,7 +77,7 @@ def for_each(check: Callable[..., None], *given: Any, examples: int) -> None:
         PropertyError: from the check, with the smallest input.
     """
     if not any(_is_strategy(value) for value in given):
-        check(*given)
+        check(*map(as_tensors, given))
         return
     import hypothesis
     import hypothesis.strategies as st
@@ -88,8 +94,8 @@ def for_each(check: Callable[..., None], *given: Any, examples: int) -> None:
     )
     @hypothesis.given(st.tuples(*(value if _is_strategy(value) else st.just(value) for value in given)))
     def over(values: tuple[Any, ...]) -> None:
-        last[:] = values
-        check(*values)
+        last[:] = map(as_tensors, values)
+        check(*last)
 
     try:
         over()
@@ -97,6 +103,25 @@ def for_each(check: Callable[..., None], *given: Any, examples: int) -> None:
         generated = [value for value, source in zip(last, given, strict=True) if _is_strategy(source)]
         error.smallest = ", ".join(map(_described, generated))
         raise
+
+
+def plain_step(step: Step | Jitted) -> Step:
+    """The composed step.
+
+    Raises:
+        TypeError: if it is neither a composed nor a compiled step.
+    """
+    if not isinstance(step, (Step, Jitted)):
+        raise TypeError(f"step must come from ps.compose or ps.jit, got {type(step).__name__}")
+    return step.step if isinstance(step, Jitted) else step
+
+
+def undonated(step: Step | Jitted) -> Step | Jitted:
+    """The step itself; a compiled one that donates is compiled again without, for a property needs its inputs after."""
+    plain_step(step)
+    if isinstance(step, Jitted) and step.donate:
+        return jit(step.step, device=step.device, backend=step.backend)
+    return step
 
 
 def _is_strategy(value: Any) -> bool:

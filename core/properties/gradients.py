@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch import Tensor
 from ...state.distributions import normal
 from ...state.key import fold_in, random_key
 from ...state.record import TrainState
+from ...state.sums import Sums
 from ...state.tree import flatten, map_leaves, unflatten
 from ..compose import Step
 from ..jit import Jitted
 from ..phase import Phase
-from .failure import PropertyError, for_each
+from .failure import NotAskedError, PropertyError, for_each, plain_step
 from .spread import cut_invariant, draws, normalising
 
 __all__ = ["assert_gradients"]
@@ -43,44 +46,84 @@ def assert_gradients(
 
     Raises:
         PropertyError: naming the leaf, both values, and whether the gradient is absent.
+        NotAskedError: if the loss does not run in float64, or has no finite value. A loss that casts to a coarser dtype is
+            compared with larger steps, to 3 %.
 
     Reference:
         Nocedal, Wright: Numerical Optimization, chapter 8.
     """
-    plain = step.step if isinstance(step, Jitted) else step
+    plain = plain_step(step)
     for_each(lambda s, b: _gradients(plain, s, b, tolerance, step_size), state, batch, examples=examples)
 
 
 def _gradients(step: Step, state: TrainState, batch: Any, tolerance: float, step_size: float) -> None:
     wide, rows = map_leaves(_double, state), map_leaves(_double, batch)
     for phase in step.phases:
-        if phase.split is not None and not normalising(phase) and not draws(phase, wide, rows):
-            cut_invariant(phase, wide, rows, (1, len(phase.split(rows))), tolerance=1e-9)
-        grads = phase.accumulate.divide(phase.local(wide, rows))
-        norm = math.sqrt(sum(float(leaf.abs().square().sum()) for leaf in flatten(grads)[0]))
-        values, treedef = flatten(wide.params)
-        given = flatten(grads, none_is_leaf=True)[0]
-        for index, (leaf, grad) in enumerate(zip(values, given, strict=True)):
-            trainable = phase.forward.is_trainable(treedef.paths()[index], leaf)
-            if not trainable or not leaf.numel():
-                continue
-            path = treedef.accessors()[index].codify("params")
-            direction = normal(fold_in(random_key(0), index), leaf.shape, dtype=leaf.dtype)
-            found = 0.0 if grad is None else _inner(grad, direction)
-            slope = 0.0
-            for h in _steps(leaf, step_size):
-                slope = _slope(phase, wide, rows, treedef, values, index, direction, h)
-                if abs(slope - found) <= tolerance * max(abs(slope), abs(found), 1e-3 * norm, 1e-12):
-                    break
-            else:
-                absent = " (the leaf has no gradient)" if grad is None else ""
-                raise PropertyError(
-                    "right in its gradients",
-                    f"along a random direction of {path} the loss rises by {slope:.8g}, the gradient says {found:.8g}"
-                    f"{absent}",
-                    concern="backward",
-                    hint="look for a detach, a no_grad, a custom backward, or a function that changes the sums",
-                )
+        with _float64_default():
+            sums = _in_float64(phase, wide, rows)
+            if sums.loss.dtype != torch.float64:  # the loss computes in a coarser dtype whatever the params are
+                tolerance, step_size = max(tolerance, _COARSE), max(step_size, _COARSE)
+            elif phase.split is not None and not normalising(phase) and not draws(phase, wide, rows):
+                cut_invariant(phase, wide, rows, (1, len(phase.split(rows))), 1e-9, "right in its gradients")
+            _along_directions(phase, wide, rows, phase.accumulate.divide(sums), tolerance, step_size)
+
+
+_COARSE = 3e-2
+
+
+@contextlib.contextmanager
+def _float64_default() -> Iterator[None]:
+    """Tensors that a loss makes of numbers are float64 as well."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _in_float64(phase: Phase, state: TrainState, batch: Any) -> Sums:
+    try:
+        sums = phase.local(state, batch)
+    except RuntimeError as error:
+        raise NotAskedError(
+            f"the loss does not run in float64, where gradients are compared ({str(error).splitlines()[0]}); make what it "
+            "adds in the dtype of the params"
+        ) from error
+    if not bool(torch.isfinite(sums.loss)) or not bool(sums.weight > 0):
+        raise NotAskedError(
+            f"the loss is {float(sums.loss)} over a weight of {float(sums.weight)}: no slope to compare"
+        )
+    return sums
+
+
+def _along_directions(
+    phase: Phase, wide: TrainState, rows: Any, grads: Any, tolerance: float, step_size: float
+) -> None:
+    norm = math.sqrt(sum(float(leaf.abs().square().sum()) for leaf in flatten(grads)[0]))
+    values, treedef = flatten(wide.params)
+    given = flatten(grads, none_is_leaf=True)[0]
+    for index, (leaf, grad) in enumerate(zip(values, given, strict=True)):
+        trainable = phase.forward.is_trainable(treedef.paths()[index], leaf)
+        if not trainable or not leaf.numel():
+            continue
+        path = treedef.accessors()[index].codify("params")
+        direction = normal(fold_in(random_key(0), index), leaf.shape, dtype=leaf.dtype)
+        found = 0.0 if grad is None else _inner(grad, direction)
+        slope = 0.0
+        for h in _steps(leaf, step_size):
+            slope = _slope(phase, wide, rows, treedef, values, index, direction, h)
+            if abs(slope - found) <= tolerance * max(abs(slope), abs(found), 1e-3 * norm, 1e-12):
+                break
+        else:
+            absent = " (the leaf has no gradient)" if grad is None else ""
+            raise PropertyError(
+                "right in its gradients",
+                f"along a random direction of {path} the loss rises by {slope:.8g}, the gradient says {found:.8g}"
+                f"{absent}",
+                concern="backward",
+                hint="look for a detach, a no_grad, a custom backward, or a function that changes the sums",
+            )
 
 
 def _steps(leaf: Tensor, step_size: float) -> list[float]:

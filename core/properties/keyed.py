@@ -16,7 +16,7 @@ from ..compose import Step
 from ..jit import Jitted
 from .difference import first_difference, result_difference
 from .explain import explain_difference
-from .failure import PropertyError, for_each
+from .failure import PropertyError, for_each, plain_step, undonated
 from .tape import TAP, concern_of, tapped
 from .world import GENERATOR, changed, disturb, world
 
@@ -35,11 +35,12 @@ def assert_key_used(step: Step | Jitted, state: Any, batch: Any, *, examples: in
     Raises:
         PropertyError: naming the generator that moved, or the leaf that depends on one.
     """
+    step = undonated(step)
     for_each(lambda s, b: _key_used(step, s, b), state, batch, examples=examples)
 
 
 def _key_used(step: Step | Jitted, state: TrainState, batch: Any) -> None:
-    plain = step.step if isinstance(step, Jitted) else step
+    plain = plain_step(step)
     kept, results = copy_state(state), []
     for seed in (0, 1, 2):
         disturb(seed)

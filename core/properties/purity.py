@@ -20,7 +20,7 @@ from ..closures import held
 from ..compose import Step
 from ..jit import Jitted
 from .difference import first_difference
-from .failure import PropertyError, for_each
+from .failure import PropertyError, for_each, plain_step, undonated
 from .world import GENERATOR, changed, snapshot, world
 
 __all__ = ["assert_no_leak", "assert_pure"]
@@ -45,11 +45,12 @@ def assert_pure(step: Step | Jitted, state: Any, batch: Any, *, examples: int = 
         >>> step = ps.compose(ps.forward(loss), ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)))
         >>> ps.properties.assert_pure(step, ps.init(torch.tensor(0.0), step), torch.ones(2))
     """
+    step = undonated(step)
     for_each(lambda s, b: _pure(step, s, b), state, batch, examples=examples)
 
 
 def _pure(step: Step | Jitted, state: TrainState, batch: Any) -> None:
-    plain = step.step if isinstance(step, Jitted) else step
+    plain = plain_step(step)
     _unchanged(plain, state, batch, lambda: step(state, batch))
     _own_memory(step, state, batch)
     raising = _raising(plain)
@@ -127,12 +128,19 @@ def assert_no_leak(step: Step | Jitted, state: Any, batch: Any, *, steps: int = 
 
     Raises:
         PropertyError: naming what grows, and the variable of the loss that holds it where that is found.
+        ValueError: if ``steps`` is below 4.
     """
+    if steps < _FEWEST:
+        raise ValueError(f"steps must be at least {_FEWEST}, got {steps}: what a first step leaves is no leak")
+    step = undonated(step)
     for_each(lambda s, b: _no_leak(step, s, b, steps), state, batch, examples=examples)
 
 
+_FEWEST = 4
+
+
 def _no_leak(step: Step | Jitted, state: TrainState, batch: Any, steps: int) -> None:
-    plain = step.step if isinstance(step, Jitted) else step
+    plain = plain_step(step)
     counts: list[int] = []
     known: set[int] = set()
     extra: list[Tensor] = []

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ...state.record import TrainState, copy_state
-from ...state.tree import leaves_with_paths
+from ...state.tree import as_tensors, leaves_with_paths
 from ..compose import Step
 from ..jit import Jitted, jit
 from .difference import result_difference
 from .digest import digests
 from .explain import explain_difference
-from .failure import PropertyError, for_each
+from .failure import PropertyError, for_each, plain_step, undonated
 from .world import disturb
 
 __all__ = ["assert_deterministic", "assert_resumable"]
@@ -51,10 +51,20 @@ def assert_deterministic(
 
     Raises:
         PropertyError: naming the concern and the first differing element.
+        TypeError: if ``threads`` is a number.
+        ValueError: if there is nothing to compare with.
     """
+    if runs < 1 or (runs < _TWO and len(threads) < _TWO and not processes):
+        raise ValueError(f"runs must be at least 2, got {runs}: one run has nothing to be compared with")
+    if isinstance(threads, int):
+        raise TypeError(f"threads must be thread counts such as (1, 2), got {threads!r}")
+    step = undonated(step)
     for_each(lambda s, b: _repeats(step, s, b, runs, threads), state, batch, examples=examples)
     if processes:
-        _other_processes(step, state, batch, processes)
+        _other_processes(step, state, as_tensors(batch), processes)
+
+
+_TWO = 2
 
 
 def _repeats(step: Step | Jitted, state: TrainState, batch: Any, runs: int, threads: Sequence[int]) -> None:
@@ -96,7 +106,7 @@ def _where(step: Step | Jitted, state: TrainState, batch: Any, threads: tuple[in
 
 
 def _other_processes(step: Step | Jitted, state: TrainState, batch: Any, processes: int) -> None:
-    plain = step.step if isinstance(step, Jitted) else step
+    plain = plain_step(step)
     setting = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -106,8 +116,15 @@ def _other_processes(step: Step | Jitted, state: TrainState, batch: Any, process
             reader, writer = context.Pipe(duplex=False)
             child = context.Process(target=_in_child, args=(writer, plain, state, batch, number))
             child.start()
-            found = reader.recv() if reader.poll(300) else {}
+            writer.close()  # so that the end of the child is seen as the end of what it sends
+            try:
+                found = reader.recv()
+            except EOFError:
+                child.join()
+                found = f"it ended with code {child.exitcode}"
             child.join()
+            if isinstance(found, str):
+                raise PropertyError("deterministic", f"another process could not run the step: {found}")
             wrong = [path for path in expected if found.get(path) != expected[path]]
             if wrong:
                 raise PropertyError(
@@ -120,7 +137,10 @@ def _other_processes(step: Step | Jitted, state: TrainState, batch: Any, process
 def _in_child(writer: Any, step: Step, state: TrainState, batch: Any, number: int) -> None:
     torch.set_num_threads(1)
     disturb(1000 + number, state)
-    writer.send(digests(step(state, batch)))
+    try:
+        writer.send(digests(step(state, batch)))
+    except Exception as error:
+        writer.send(f"{type(error).__name__}: {error}")
     writer.close()
 
 
@@ -142,6 +162,8 @@ def assert_resumable(step: Step | Jitted, state: Any, batches: Any, *, examples:
 
 
 def _resumable(step: Step | Jitted, state: TrainState, batches: Sequence[Any]) -> None:
+    if not isinstance(batches, (list, tuple)) or len(batches) < _TWO:
+        raise ValueError("batches must be a list of at least two batches: a run is cut between two calls")
     whole, ends = _run(_anew(step), copy_state(state), batches), list[TrainState]()
     current, run = copy_state(state), _anew(step)
     for batch in batches:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from ...state.key import random_key
 from ...state.record import TrainState
-from ...state.tree import map_leaves
+from ...state.tree import as_tensors, map_leaves
 from ...steps import schedules as made
 from ...steps.adam import adam, adamw
 from ...steps.sgd import sgd
@@ -118,7 +118,7 @@ def batches(
         share = 0.0 if masked is None else draw(st.sampled_from([0.0, 0.3, 0.9]))
         return torch.where(torch.rand(shape, generator=generator) < share, masked or 0, values).to(leaf.dtype)
 
-    return map_leaves(another, like)
+    return map_leaves(another, as_tensors(like))
 
 
 @st.composite

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...state.tree import leaves, map_leaves
+from ..closures import held
 from ..compose import Step
 from .difference import first_difference
 
@@ -37,6 +40,7 @@ def world(step: Step) -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "the matmul precision": torch.get_float32_matmul_precision(),
     }
+    found.update({f"{name}, which the step's functions hold": value for name, value in _python_values(step)})
     for phase in step.phases:
         if phase.forward.template is not None:
             module = phase.forward.template.module
@@ -46,10 +50,22 @@ def world(step: Step) -> dict[str, Any]:
     return found
 
 
+_SIMPLE = (bool, int, float, str, tuple, itertools.count)
+
+
+def _python_values(step: Step) -> Iterator[tuple[str, Any]]:
+    """Plain values that the step's functions close over, and the sizes of lists and dicts."""
+    for name, value in held(step):
+        if isinstance(value, _SIMPLE):
+            yield name, repr(value)
+        elif isinstance(value, (list, dict, set)):
+            yield name, len(value)
+
+
 def changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """The name of the first thing that moved."""
     for name, value in before.items():
-        if first_difference({"x": value}, {"x": after[name]}) is not None:
+        if first_difference({"x": value}, {"x": after.get(name)}) is not None:
             return name
     return None
 
