@@ -143,8 +143,8 @@ def assert_compiled_matches_eager(
         batch: a batch, or a hypothesis strategy for batches.
         device: where a step from ``compose`` is compiled for.
         backend: with what.
-        ulps: how far floating numbers may lie apart, in units in the last place of the largest element of a leaf, and of
-            the params' dtype; 0 for every bit. Inductor rounds otherwise than eager kernels.
+        ulps: how far floating numbers may lie apart, in units in the last place of the params' dtype, of the largest
+            element of a leaf and its neighbours; 0 for every bit. Inductor rounds otherwise than eager kernels.
         steps: how many steps are run.
         examples: how many generated inputs are tried.
 

@@ -52,8 +52,8 @@ def first_difference(
         one: tree of tensors.
         other: tree of the same structure.
         root: how paths start.
-        ulps: floating elements that lie at most so many units in the last place of the leaf's largest element apart count
-            as equal.
+        ulps: floating elements that lie at most so many units in the last place apart count as equal, of the largest element
+            of the leaf and its neighbours (the other leaves of its dict): a gradient that cancels is nothing but rounding.
         eps: that unit; by default that of the leaf's dtype. A float64 norm of float32 gradients is no better than they are.
 
     Example:
@@ -61,11 +61,12 @@ def first_difference(
         state['w'][1]: 2.0 against 2.000000238418579, 1 ulp apart (1 elements differ)
     """
     ours, theirs = (dict(leaves_with_paths(as_tensors(tree), root)) for tree in (one, other))
+    sizes = _group_sizes(ours) if ulps else {}
     for path in [*ours, *(path for path in theirs if path not in ours)]:
         if path not in ours or path not in theirs:
             one_has, other_has = ("present" if path in tree else "absent" for tree in (ours, theirs))
             return Difference(path, None, one_has, other_has, None, 1)
-        found = _in_leaf(path, ours[path], theirs[path], ulps, eps)
+        found = _in_leaf(path, ours[path], theirs[path], ulps, eps, sizes.get(_group(path), 0.0))
         if found is not None:
             return found
     return None
@@ -77,14 +78,14 @@ def result_difference(one: Any, other: Any, *, ulps: int = 0, eps: float | None 
     return first_difference(one[1], other[1], "metrics", ulps=ulps, eps=eps) if found is None else found
 
 
-def _in_leaf(path: str, one: Any, other: Any, ulps: int, eps: float | None) -> Difference | None:
+def _in_leaf(path: str, one: Any, other: Any, ulps: int, eps: float | None, size: float) -> Difference | None:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         same = type(one) is type(other) and repr(one) == repr(other)
         return None if same else Difference(path, None, repr(one), repr(other), None, 1)
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return Difference(path, None, str(spec(one)), str(spec(other)), None, 1)
     one, other = (_plain(x) for x in (one, other))
-    differs = _differs(one, other, ulps, eps)
+    differs = _differs(one, other, ulps, eps, size)
     if not bool(differs.any()):
         return None
     index = tuple(int(i) for i in differs.nonzero()[0])
@@ -92,20 +93,37 @@ def _in_leaf(path: str, one: Any, other: Any, ulps: int, eps: float | None) -> D
     return Difference(path, index, one[index].item(), other[index].item(), distance, int(differs.sum()))
 
 
+def _group(path: str) -> str:
+    """The dict that a leaf lies in."""
+    return path.rpartition("[")[0]
+
+
+def _group_sizes(leaves: dict[str, Any]) -> dict[str, float]:
+    sizes: dict[str, float] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and _group(path):
+            sizes[_group(path)] = max(sizes.get(_group(path), 0.0), _largest(_plain(leaf)))
+    return sizes
+
+
+def _largest(leaf: Tensor) -> float:
+    sizes = leaf.detach().abs().to(torch.float64)
+    return float(torch.where(torch.isfinite(sizes), sizes, 0.0).max()) if leaf.numel() else 0.0
+
+
 def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return reals(tensor.to_dense() if tensor.layout != torch.strided else tensor).cpu()
 
 
-def _differs(one: Tensor, other: Tensor, ulps: int, eps: float | None) -> Tensor:
+def _differs(one: Tensor, other: Tensor, ulps: int, eps: float | None, size: float) -> Tensor:
     if not one.is_floating_point():
         return one != other
     nan = torch.isnan(one) & torch.isnan(other)
     if not ulps:
         return ~nan & ((one != other) | (torch.signbit(one) != torch.signbit(other)))
     a, b = one.to(torch.float64), other.to(torch.float64)
-    largest = torch.where(torch.isfinite(a), a.abs(), 0.0).max() if a.numel() else torch.zeros(())
-    unit = max(eps or 0.0, torch.finfo(one.dtype).eps) * largest
+    unit = max(eps or 0.0, torch.finfo(one.dtype).eps) * max(size, _largest(one))
     return ~nan & (a != b) & ~((a - b).abs() <= ulps * unit)
 
 

@@ -19,7 +19,7 @@ from ..compose import Step
 from ..jit import Jitted
 from ..phase import Phase
 from .failure import NotAskedError, PropertyError, for_each, plain_step
-from .spread import cut_invariant, draws, normalising
+from .spread import cut_invariant, draws, settled
 
 __all__ = ["assert_gradients"]
 
@@ -29,8 +29,8 @@ def assert_gradients(
 ) -> None:
     r"""Assert that the gradients are those of the loss: against central differences along a random direction per leaf.
 
-    The gradients are also compared with those of the undivided batch, where nothing is drawn and no module normalises over
-    its microbatch.
+    The gradients are also compared with those of the undivided batch, as in :func:`assert_cut_invariant`, unless the loss
+    draws from its key itself.
 
     :math:`\langle \nabla L, v \rangle \approx (L(\theta + h v) - L(\theta - h v)) / 2h` with all floating tensors in
     float64. Functions of the user's own on the ``Sums`` (before ``accumulate``) are part of what is compared.
@@ -63,8 +63,8 @@ def _gradients(step: Step, state: TrainState, batch: Any, tolerance: float, step
             sums = _in_float64(phase, wide, rows)
             if sums.loss.dtype != torch.float64:  # the loss computes in a coarser dtype whatever the params are
                 tolerance, step_size = max(tolerance, _COARSE), max(step_size, _COARSE)
-            elif phase.split is not None and not normalising(phase) and not draws(phase, wide, rows):
-                cut_invariant(phase, wide, rows, (1, len(phase.split(rows))), 1e-9, "right in its gradients")
+            elif phase.split is not None and not draws(settled(phase), wide, rows):
+                cut_invariant(settled(phase), wide, rows, (1, len(phase.split(rows))), 1e-9, "right in its gradients")
             _along_directions(phase, wide, rows, phase.accumulate.divide(sums), tolerance, step_size)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...state.record import TrainState, copy_state
-from ...state.tree import as_tensors, leaves_with_paths
+from ...state.tree import leaves_with_paths
 from ..compose import Step
 from ..jit import Jitted, jit
 from .difference import result_difference
@@ -61,7 +61,7 @@ def assert_deterministic(
     step = undonated(step)
     for_each(lambda s, b: _repeats(step, s, b, runs, threads), state, batch, examples=examples)
     if processes:
-        _other_processes(step, state, as_tensors(batch), processes)
+        for_each(lambda s, b: _other_processes(step, s, b, processes), state, batch, examples=1)
 
 
 _TWO = 2

@@ -120,8 +120,8 @@ def assert_cut_invariant(
 ) -> None:
     """Assert that the gradients, the loss and the metrics do not depend on how the batch is cut into microbatches.
 
-    Random operations of plain torch code are answered with their means meanwhile (dropout keeps every unit): a microbatch's
-    key depends on its place.
+    Random operations of plain torch code are answered with their means meanwhile (dropout keeps every unit), for a
+    microbatch's key depends on its place; batch normalisation takes its running statistics, for those of a microbatch do.
 
     Args:
         step: from ``compose``, or compiled: then its step is meant.
@@ -144,7 +144,7 @@ def assert_cut_invariant(
 
 
 def _cut(step: Step, state: TrainState, batch: Any, counts: Sequence[int], tolerance: float | None) -> None:
-    for phase in step.phases:
+    for phase in map(settled, step.phases):
         if draws(phase, state, batch):
             raise NotAskedError("the loss draws random numbers from its key, which a microbatch's place decides")
         cut_invariant(phase, state, batch, counts, tolerance)
@@ -187,7 +187,7 @@ def cut_invariant(
         wrong = _farthest(given, _means(phase, state, batch, count), share, floor)
         if wrong is not None:
             why = f"{count} microbatches instead of {usable[0]} move {wrong}"
-            raise PropertyError(name, why, hint=_cut_hint(phase))
+            raise PropertyError(name, why, hint=_CUT_HINT)
 
 
 def _share(state: TrainState) -> float:
@@ -224,22 +224,20 @@ def _farthest(one: Tree, other: Tree, share: float, floor: float) -> str | None:
     return words
 
 
-def _cut_hint(phase: Phase) -> str:
-    norms = normalising(phase)
-    if norms:
-        return f"module {norms[0]} normalises over its microbatch while training, so its result depends on the cut"
-    return (
-        "return the sum of the loss over the rows with their number as weight, for a mean of means depends on the cut; so "
-        "does a loss in which the rows of a microbatch interact"
-    )
+_CUT_HINT = (
+    "return the sum of the loss over the rows with their number as weight, for a mean of means depends on the cut; so does "
+    "a loss in which the rows of a microbatch interact"
+)
 
 
-def normalising(phase: Phase) -> list[str]:
-    """The modules that normalise over their microbatch."""
-    template = phase.forward.template
-    return (
-        [] if template is None else [n for n, m in template.module.named_modules() if _is_batch_norm(m) and m.training]
-    )
+def settled(phase: Phase) -> Phase:
+    """The phase with modules that normalise over their microbatch set to their running statistics."""
+    forward = phase.forward.apart()
+    if forward.template is not None:
+        for module in forward.template.module.modules():
+            if _is_batch_norm(module):
+                module.eval()
+    return attrs.evolve(phase, forward=forward)
 
 
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
