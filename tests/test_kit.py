@@ -1,5 +1,6 @@
 """The kit of properties: what it says of a fault, what it says of a good step, and that it tells one from the other."""
 
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -159,6 +160,28 @@ def test_the_explanation_names_the_operation(backend):
         told = ps.explain_difference(setup(grads=(drifting,)).step, found.state, found.batch)
         assert told.concern == "drifting"
         assert told.operation.startswith("aten.add.Tensor at test_kit.py:")
+
+
+def test_the_explanation_names_an_operation_of_the_traced_graph():
+    """An operation with a hidden state, which a graph calls anew in each run."""
+    calls = itertools.count()
+
+    @torch.library.custom_op("purestep_test::drift", mutates_args=())
+    def drift(x: torch.Tensor) -> torch.Tensor:
+        return x + next(calls)
+
+    @drift.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    def drifting(grads):
+        return {**grads, "0.bias": drift(grads["0.bias"])}
+
+    found = setup(grads=(drifting,))
+    for step in (found.step, ps.jit(found.step, device=CPU, backend="aot_eager")):
+        told = ps.explain_difference(step, found.state, found.batch)
+        assert (told.concern, told.difference.path) == ("drifting", "['grads']['0.bias']")
+        assert told.operation.startswith("purestep_test.drift.default")
 
 
 def test_strategies_are_taken_everywhere():
