@@ -6,6 +6,7 @@ import threading
 import warnings
 from typing import Any, get_args
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -102,21 +103,37 @@ class Jitted:
 
     def _call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         refuse_inference_mode()
-        values, treedef = flatten(self.device.place(batch))
         flat = self._known(state)
-        tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
-        if self.donate:
-            _refuse_lent(flat, values, treedef)
         with self.device.running():
-            key = (flat.token, treedef, forms(values), ambient())
-            program = self._programs.get(key) or self._build(key, state, flat, values)
+            program, values, treedef = self._found(flat, batch) or self._placed(state, flat, batch)
+            tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
+            if self.donate:
+                _refuse_lent(flat, values, treedef)
             leaves, metrics = self._run(program, state, flat, tensors)
         if self.device.synchronous:
             raise_fault(metrics)
+        if not self.donate:
+            return lazy_state(FlatState(leaves, flat.treedef, flat.token, flat.storages)), metrics
+        written = (leaves[place] for place in program.outputs.changed)
+        consume(state, "this state was donated to a compiled step; use the state that the step returned", written)
+        return lazy_state(flat if flat.exclusive else attrs.evolve(flat, exclusive=True)), metrics
+
+    def _found(self, flat: FlatState, batch: Any) -> tuple[Program, list[Any], TreeDef] | None:
+        """The program for a batch that lies where it was compiled for, as nearly all do."""
+        values, treedef = flatten(batch)
+        try:
+            program = self._programs.get((flat.token, treedef, forms(values), ambient()))
+        except BatchError:
+            return None  # a leaf that is no tensor yet
+        return None if program is None else (program, values, treedef)
+
+    def _placed(self, state: TrainState, flat: FlatState, batch: Any) -> tuple[Program, list[Any], TreeDef]:
+        """The program for a batch once it lies on the device; compiled where its form is met for the first time."""
+        values, treedef = flatten(self.device.place(batch))
         if self.donate:
-            written = [leaves[place] for place in program.outputs.changed]
-            consume(state, "this state was donated to a compiled step; use the state that the step returned", written)
-        return lazy_state(FlatState(leaves, flat.treedef, flat.token, flat.storages, exclusive=self.donate)), metrics
+            _refuse_lent(flat, values, treedef)
+        key = (flat.token, treedef, forms(values), ambient())
+        return self._programs.get(key) or self._build(key, state, flat, values), values, treedef
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
         return Jitted(self.step, self.device, donate=self.donate, backend=self.backend)
@@ -174,7 +191,7 @@ class Jitted:
             if not self.donate or self.backend != "inductor":
                 raise
             reason = "this state was lost: a compiled step failed after it was donated"
-            consume(state, reason, [flat.leaves[place] for place in program.outputs.changed])
+            consume(state, reason, (flat.leaves[place] for place in program.outputs.changed))
             raise DonatedError(f"{reason} ({error}); go on from a checkpoint or a ps.copy_state(...)") from error
 
 

@@ -17,6 +17,7 @@ from .compile_cache import refuse_damaged
 from .compose import Step
 from .device import Device
 from .flat_step import FlatStep, Outputs, flat_step
+from .lower import compute_numbers_once
 from .trace import trace_step
 
 __all__ = ["Backend", "Program", "build", "on_device"]
@@ -71,7 +72,7 @@ def build(
         return Program(_without_grad(attrs.evolve(flat, fn=traced.graph)), flat.outputs)
     refuse_damaged()
     try:
-        compiled = torch_private.compile_graph(traced.graph, traced.mode, traced.inputs)
+        compiled = torch_private.compile_graph(traced.graph, traced.mode, traced.inputs, compute_numbers_once)
     except Exception as error:
         raise CompileError(_explain(error)) from error
     return Program(compiled, flat.outputs)

@@ -54,6 +54,8 @@ def trace_step(step: Step, flat: FlatStep, inputs: Sequence[Tensor]) -> Traced:
         raise
     refuse_closed_over(graph, step)
     _refuse_random(graph)
+    graph.graph.eliminate_dead_code()  # such as keys that nothing was drawn from
+    graph.recompile()
     return Traced(graph, mode, fakes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import attrs
 import torch
@@ -64,15 +65,19 @@ class Cpu:
         """The sums themselves: there is one process."""
         return sums
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """The time of a step: torch computes with this device's threads, and with its former setting afterwards."""
-        before = torch.get_num_threads()
-        if self.threads is None or self.threads == before:
-            yield
-            return
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return _AS_IT_IS if self.threads in (None, torch.get_num_threads()) else _threads(self.threads)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -137,12 +137,13 @@ class TrainState(Record):
             if flat is not None:
                 whole = unflatten(flat.treedef, flat.leaves)
                 self.__dict__.update({field: whole.__dict__[field] for field in _FIELDS})
+                _living.add(self)  # others may hold its tensors from now on
                 return self.__dict__[name]
         raise AttributeError(f"TrainState has no attribute {name!r}")
 
 
 _living: WeakSet[TrainState] = WeakSet()
-"""Every state there is: two of them may hold the same tensors, which matters when one is donated."""
+"""Every state whose tensors another one may hold, which matters when one of them is donated."""
 
 _FIELDS = tuple(field.name for field in attrs.fields(TrainState))
 
@@ -188,8 +189,10 @@ def flat_of(state: TrainState) -> FlatState:
 
 def lazy_state(flat: FlatState) -> TrainState:
     """A state that builds its fields from ``flat`` when one is first read."""
-    state = TrainState.__new__(TrainState)
+    state: TrainState = object.__new__(TrainState)
     state.__dict__["_flat"] = flat
+    if not flat.exclusive:
+        _living.add(state)
     return state
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "is_tracing",
     "module_tables",
     "nested_trace",
+    "once_operation",
     "reads_a_value",
     "scan",
     "schema",
@@ -119,11 +121,58 @@ def scan(
     return list(out[: len(carry)])
 
 
-def compile_graph(graph: torch.fx.GraphModule, mode: Any, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Lower a recorded graph with Inductor; ``inputs`` are the fake tensors it was recorded with."""
+_COMPILER: dict[str, Any] = {
+    "cpp_wrapper": True,  # the calls of the kernels in C++ too: no Python between them
+    "size_asserts": False,  # the form of every input is checked before a call, by its key
+    "cpp.min_chunk_size": 2048,  # below so many elements a second thread costs more than it gives
+}
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, mode: Any, inputs: Sequence[Tensor], rewrite: Callable[[torch.fx.Graph], None]
+) -> Callable[..., Sequence[Tensor]]:
+    """Lower a recorded graph with Inductor.
+
+    Args:
+        graph: the graph.
+        mode: the fake mode it was recorded in.
+        inputs: the fake tensors it was recorded with.
+        rewrite: changes the graph, after its writes were made functional.
+    """
     compile_fx = _find("torch._inductor.compile_fx", "compile_fx")
     with mode, torch.no_grad(), _kept_environment():
-        return compile_fx(graph, list(inputs))  # type: ignore[no-any-return]
+        return compile_fx(graph, list(inputs), config_patches=_compiler_settings(rewrite))  # type: ignore[no-any-return]
+
+
+def _compiler_settings(rewrite: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
+    """What we ask of Inductor, where it knows it."""
+    known = import_module("torch._inductor.config").get_config_copy()
+    wanted = {**_COMPILER, "post_grad_custom_post_pass": _graph_pass(rewrite)}
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _graph_pass(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
+    """A pass in the form that Inductor's cache on disk can tell from another one."""
+    base = _find("torch._inductor.custom_graph_pass", "CustomGraphPass")
+    files = (inspect.getfile(rewrite),)
+    identity = _find("torch._inductor.custom_graph_pass", "get_hash_for_files")(files)
+
+    class Pass(base):  # type: ignore[misc,valid-type]
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            rewrite(graph)
+
+        def uuid(self) -> Any:
+            return identity
+
+    return Pass()
+
+
+def once_operation() -> Any:
+    """The operation whose result Inductor stores instead of computing it wherever it is read; ``None`` if there is none."""
+    with contextlib.suppress(ImportError):
+        import_module("torch._inductor.test_operators")
+    packet = getattr(torch.ops._inductor_test, "realize", None)
+    return None if packet is None else packet.default
 
 
 def compile_cache_folder() -> Path:
