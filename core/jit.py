@@ -18,6 +18,7 @@ from .checks import check_batch, check_state, refuse_inference_mode
 from .compose import Step
 from .device import Device
 from .form import ambient, forms, static_change
+from .lowering.packing import Packing
 from .program import Backend, Program, build
 
 __all__ = ["Jitted", "jit"]
@@ -76,6 +77,7 @@ class Jitted:
         self.compiles = 0
         self._programs: dict[Any, Program] = {}
         self._tokens: dict[Any, object] = {}
+        self._packings: dict[object, Packing | None] = {}
         self._running, self._building = threading.Lock(), threading.Lock()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -109,12 +111,15 @@ class Jitted:
             tensors = [leaf for leaf in values if isinstance(leaf, Tensor)]
             if self.donate:
                 _refuse_lent(flat, values, treedef)
+            given = flat
+            if program.packing is not None and flat.inputs is flat.leaves:
+                flat = _packed(flat, program.packing)
             leaves, metrics = self._run(program, state, flat, tensors)
         if self.device.synchronous:
             raise_fault(metrics)
         if not self.donate:
             return lazy_state(FlatState(leaves, flat.treedef, flat.token, flat.storages)), metrics
-        written = (leaves[place] for place in program.outputs.changed)
+        written = (given.leaves[place] for place in program.outputs.changed)
         consume(state, "this state was donated to a compiled step; use the state that the step returned", written)
         return lazy_state(flat if flat.exclusive else attrs.evolve(flat, exclusive=True)), metrics
 
@@ -158,8 +163,16 @@ class Jitted:
             treedef = key[1]
             check_batch(state, treedef.unflatten(values))
             self._warn_static(key)
-            program = build(self.step, self.device, self.backend, flat, (values, treedef), donate=self.donate)
-            self._programs[key] = program
+            program = build(
+                self.step,
+                self.device,
+                self.backend,
+                flat,
+                (values, treedef),
+                donate=self.donate,
+                packing=self._packings.get(flat.token),
+            )
+            self._programs[key], self._packings[flat.token] = program, program.packing
             self.compiles += 1
             return program
 
@@ -183,7 +196,7 @@ class Jitted:
         self, program: Program, state: TrainState, flat: FlatState, tensors: list[Tensor]
     ) -> tuple[list[Tensor], Metrics]:
         try:
-            return program.run(flat.leaves, tensors, donate=self.donate)
+            return program.run(flat, tensors, donate=self.donate)
         except PurestepError:
             raise  # refused while Python still ran, before anything was written
         except BaseException as error:
@@ -193,6 +206,13 @@ class Jitted:
             reason = "this state was lost: a compiled step failed after it was donated"
             consume(state, reason, (flat.leaves[place] for place in program.outputs.changed))
             raise DonatedError(f"{reason} ({error}); go on from a checkpoint or a ps.copy_state(...)") from error
+
+
+def _packed(flat: FlatState, packing: Packing) -> FlatState:
+    """The state with its small leaves side by side, in memory of its own."""
+    leaves, inputs = packing.pack(flat.leaves)
+    storages = frozenset(leaf.untyped_storage().data_ptr() for leaf in inputs if leaf.numel())
+    return attrs.evolve(flat, leaves=leaves, inputs=inputs, storages=storages)
 
 
 def _own_storages(flat: FlatState) -> frozenset[int]:

@@ -17,7 +17,9 @@ from .compile_cache import refuse_damaged
 from .compose import Step
 from .device import Device
 from .flat_step import FlatStep, Outputs, flat_step
-from .lower import compute_numbers_once
+from .lowering import rewrite
+from .lowering.flat_inputs import pack_inputs
+from .lowering.packing import Packing, plan
 from .trace import trace_step
 
 __all__ = ["Backend", "Program", "build", "on_device"]
@@ -32,29 +34,45 @@ class Program:
     Attributes:
         call: flat tensors in, changed leaves (unless donated) and metrics out.
         outputs: which leaves change, and the metrics' names.
+        packing: how the leaves of a donated state are handed in; ``None`` for one by one.
     """
 
     call: Callable[..., Sequence[Tensor]]
     outputs: Outputs
+    packing: Packing | None = None
 
-    def run(
-        self, leaves: list[Tensor], tensors: list[Tensor], *, donate: bool
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(self, state: FlatState, tensors: list[Tensor], *, donate: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The leaves of the new state, and the metrics."""
-        out = self.call(*leaves, *tensors)
+        out = self.call(*state.inputs, *tensors)
         changed = self.outputs.changed
         if donate:
-            return leaves, dict(zip(self.outputs.metrics, out, strict=True))
-        new = list(leaves)
+            return state.leaves, dict(zip(self.outputs.metrics, out, strict=True))
+        new = list(state.leaves)
         for place, value in zip(changed, out[: len(changed)], strict=True):
             new[place] = value
         return new, dict(zip(self.outputs.metrics, out[len(changed) :], strict=True))
 
 
 def build(
-    step: Step, device: Device, backend: Backend, state: FlatState, batch: tuple[list[Any], Any], *, donate: bool
+    step: Step,
+    device: Device,
+    backend: Backend,
+    state: FlatState,
+    batch: tuple[list[Any], Any],
+    *,
+    donate: bool,
+    packing: Packing | None = None,
 ) -> Program:
     """Trace and compile a step for the form of these inputs.
+
+    Args:
+        step: from ``compose``.
+        device: where it runs.
+        backend: how it is compiled.
+        state: leaves and structure.
+        batch: leaves and structure.
+        donate: whether the new leaves are written into the old ones.
+        packing: how the leaves lie already, where another program packed them.
 
     Raises:
         TraceError: if it cannot be one graph.
@@ -71,11 +89,15 @@ def build(
     if backend == "aot_eager":
         return Program(_without_grad(attrs.evolve(flat, fn=traced.graph)), flat.outputs)
     refuse_damaged()
+    inputs = traced.inputs
+    if donate:
+        packing = packing or plan(state.leaves, state.treedef.paths(), flat.outputs.changed)
+        inputs = pack_inputs(traced.graph, inputs, packing, traced.mode)
     try:
-        compiled = torch_private.compile_graph(traced.graph, traced.mode, traced.inputs, compute_numbers_once)
+        compiled = torch_private.compile_graph(traced.graph, traced.mode, inputs, rewrite)
     except Exception as error:
         raise CompileError(_explain(error)) from error
-    return Program(compiled, flat.outputs)
+    return Program(compiled, flat.outputs, packing)
 
 
 def on_device(step: Step, device: Device) -> Callable[..., Any]:

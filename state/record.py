@@ -161,6 +161,7 @@ class FlatState:
         token: of the compiled step that knows the form of these leaves.
         storages: addresses of the leaves' memory, where the leaves may be donated.
         exclusive: whether no other record holds these leaves, as long as nobody reads a field.
+        inputs: what a compiled step takes in their place: the leaves, or flat tensors of which they are views.
     """
 
     leaves: list[Any]
@@ -168,6 +169,7 @@ class FlatState:
     token: object = None
     storages: frozenset[int] = frozenset()
     exclusive: bool = False
+    inputs: list[Any] = attrs.field(default=attrs.Factory(lambda self: self.leaves, takes_self=True))
 
 
 def flat_of(state: TrainState) -> FlatState:

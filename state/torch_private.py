@@ -154,7 +154,7 @@ def _compiler_settings(rewrite: Callable[[torch.fx.Graph], None]) -> dict[str, A
 def _graph_pass(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
     """A pass in the form that Inductor's cache on disk can tell from another one."""
     base = _find("torch._inductor.custom_graph_pass", "CustomGraphPass")
-    files = (inspect.getfile(rewrite),)
+    files = tuple(sorted(str(path) for path in Path(inspect.getfile(rewrite)).parent.glob("*.py")))
     identity = _find("torch._inductor.custom_graph_pass", "get_hash_for_files")(files)
 
     class Pass(base):  # type: ignore[misc,valid-type]

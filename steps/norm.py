@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..state.small import in_order, is_small
 from ..state.tree import Tree, leaves, leaves_with_paths
 
 __all__ = ["check_positive", "first_nonfinite", "global_norm", "refuse_iterator"]
@@ -39,8 +40,21 @@ def global_norm(grads: Tree, norm_type: float = 2.0) -> Tensor:
     tensors = [leaf for leaf in tensors if leaf.numel()]
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack([_leaf_norm(leaf, norm_type).to(tensors[0].device) for leaf in tensors])
+    norms = torch.stack([_leaf_norm(leaf, norm_type).to(tensors[0].device) for leaf in _side_by_side(tensors)])
     return _scaled_norm(norms, norm_type)
+
+
+def _side_by_side(tensors: list[Tensor]) -> list[Tensor]:
+    """The small tensors of each dtype as one: a norm of hundreds of leaves is one pass."""
+    families: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for leaf in tensors:
+        if is_small(leaf):
+            families.setdefault((leaf.dtype, leaf.device), []).append(leaf)
+    joined = [
+        torch.cat([family[k].reshape(-1) for k in in_order(family)]) if len(family) > 1 else family[0]
+        for family in families.values()
+    ]
+    return [*joined, *(leaf for leaf in tensors if not is_small(leaf))]
 
 
 def _values(leaf: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..state.torch_private import once_operation, schema
+from ...state.torch_private import once_operation, schema
 
 __all__ = ["compute_numbers_once"]
 

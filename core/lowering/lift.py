@@ -1,0 +1,138 @@
+"""Lift: the same arithmetic on many small tensors becomes one arithmetic on all of them side by side.
+
+Where a graph puts tensors side by side (``cat`` of flattened parts), and each part is the result of the same operation, the
+operands are put side by side instead, and so on upwards: ``cat(f(a), f(b))`` is ``f(cat(a, b))`` for a function of the
+elements. What is left at the top are the gradients, each written to its place, and the flat tensors that the leaves are
+views of. An optimizer over hundreds of leaves is one loop then, in the machine code and for the compiler alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from .flat_inputs import call
+
+__all__ = ["lift_elementwise"]
+
+aten = torch.ops.aten
+
+Node: TypeAlias = Any  # an fx.Node: its arguments are typed as all that an argument may be
+Row = tuple[Node, ...]
+
+
+def lift_elementwise(graph: fx.Graph) -> None:
+    """Rewrite every ``cat`` of two or more flattened parts whose parts are computed alike."""
+    known: dict[Row, Node] = {}
+    for node in list(graph.nodes):
+        row = _flattened_parts(node)
+        if row is None:
+            continue
+        with graph.inserting_before(node):
+            lifted = _Lift(graph, known).row(row)
+        if lifted is not node:
+            node.replace_all_uses_with(lifted)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+class _Lift:
+    """One ``cat`` on its way up, new nodes going where the graph inserts; rows that are known already are used again."""
+
+    def __init__(self, graph: fx.Graph, known: dict[Row, Node]) -> None:
+        self.graph, self.known = graph, known
+
+    def row(self, row: Row) -> Node:
+        """One node with the values of all of ``row`` side by side."""
+        row = tuple(_unviewed(node) for node in row)
+        if row not in self.known:
+            self.known[row] = _whole(row) or self._same_operation(row) or self._side_by_side(row)
+        return self.known[row]
+
+    def _same_operation(self, row: Row) -> Node | None:
+        first = row[0]
+        if not _is_elementwise(first) or any(not _alike(first, other) for other in row[1:]):
+            return None
+        columns = []
+        for index, arg in enumerate(first.args):
+            column = [node.args[index] for node in row]
+            if _is_shared(column):
+                columns.append(arg)
+            elif all(_same_shape(part, node) for part, node in zip(column, row, strict=True)):
+                columns.append(self.row(tuple(column)))
+            else:
+                return None
+        return call(self.graph, first.target, *columns, **first.kwargs)
+
+    def _side_by_side(self, row: Row) -> Node:
+        parts = [call(self.graph, aten.reshape.default, node, [-1]) for node in row]
+        return call(self.graph, aten.cat.default, parts)
+
+
+def _flattened_parts(node: Node) -> Row | None:
+    if node.target is not aten.cat.default or (len(node.args) > 1 and node.args[1] != 0):
+        return None
+    parts = node.args[0]
+    if len(parts) < 2 or any(part.meta["val"].dim() != 1 for part in parts):
+        return None
+    return tuple(parts)
+
+
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
+
+
+def _unviewed(node: Node) -> Node:
+    """What a flattened tensor was before: the same elements in the same order."""
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _is_elementwise(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in _COPIES)
+
+
+_COPIES = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def _alike(one: Node, other: fx.Node) -> bool:
+    """The same operation with the same options, giving the same dtype."""
+    return (
+        one.target is other.target
+        and one.kwargs == other.kwargs
+        and len(one.args) == len(other.args)
+        and one.meta["val"].dtype == other.meta["val"].dtype
+    )
+
+
+def _is_shared(column: list[Any]) -> bool:
+    """An argument that is the same for all: a constant, or a number of the graph."""
+    first = column[0]
+    if isinstance(first, fx.Node):
+        return first.meta["val"].dim() == 0 and all(arg is first for arg in column)
+    return all(type(arg) is type(first) and arg == first for arg in column)
+
+
+def _same_shape(part: Any, node: Node) -> bool:
+    """Whether an operand has an element for each of the result's: nothing is broadcast, nothing is transposed."""
+    if not isinstance(part, fx.Node) or not isinstance(part.meta.get("val"), Tensor):
+        return False
+    operand, result = part.meta["val"], node.meta["val"]
+    return bool(operand.shape == result.shape and operand.dim() > 0)
+
+
+def _whole(row: Row) -> Node | None:
+    """The flat tensor of which a row is all the parts, in order."""
+    flats = {node.args[0] for node in row if node.target is aten.slice.Tensor}
+    if len(flats) != 1:
+        return None
+    (flat,) = flats
+    place = 0
+    for node in row:
+        if node.target is not aten.slice.Tensor or node.args[1:3] != (0, place):
+            return None
+        place = min(node.args[3], flat.meta["val"].shape[0])
+    return flat if place == flat.meta["val"].shape[0] else None
