@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from .core.compose import compose as compose
     from .core.device import Device as Device
     from .core.init import init as init
-    from .core.jit import Jitted as Jitted
     from .core.jit import jit as jit
+    from .core.jitted import Jitted as Jitted
     from .core.properties import strategies as strategies
     from .core.properties.digest import DigestTrace as DigestTrace
     from .core.properties.explain import explain_difference as explain_difference
     from .core.properties.failure import PropertyError as PropertyError
+    from .core.scan_steps import scan_steps as scan_steps
     from .state.constants import constant as constant
     from .state.distributions import bernoulli as bernoulli
     from .state.distributions import normal as normal
@@ -82,10 +83,12 @@ _HOMES = {
     "core.compose": ("Step", "compose"),
     "core.device": ("Device",),
     "core.init": ("init",),
-    "core.jit": ("Jitted", "jit"),
+    "core.jit": ("jit",),
+    "core.jitted": ("Jitted",),
     "core.properties.digest": ("DigestTrace",),
     "core.properties.explain": ("explain_difference",),
     "core.properties.failure": ("PropertyError",),
+    "core.scan_steps": ("scan_steps",),
     "state.constants": ("constant",),
     "state.distributions": ("bernoulli", "normal", "uniform"),
     "state.errors": (

@@ -106,7 +106,7 @@ def _look_up(script: Path, names: dict[str, str]) -> tuple[Any, Any, Any, list[A
         LookupError: naming what was not found, and how to say where it is.
     """
     from .core.compose import Step
-    from .core.jit import Jitted
+    from .core.jitted import Jitted
     from .state.record import TrainState
 
     if not script.exists():

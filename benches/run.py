@@ -23,5 +23,19 @@ if __name__ == "__main__":
         entries = contest(WORKLOADS[name], PEERS)
         mine = entries[0]
         for e in entries:
-            if e.trouble: print("  %-36s %s" % (e.peer, e.trouble)); continue
-            print("  %-36s %8.3f ms (%.3f-%.3f)  ratio %.2f  first %.1f s  peak %.0f MiB" % (e.peer, e.median*1e3, min(e.rounds)*1e3, max(e.rounds)*1e3, mine.median/e.median, e.first, e.peak), flush=True)
+            if e.trouble:
+                print("  %-36s %s" % (e.peer, e.trouble))
+                continue
+            print(
+                "  %-36s %8.3f ms (%.3f-%.3f)  ratio %.2f  first %.1f s  peak %.0f MiB"
+                % (
+                    e.peer,
+                    e.median * 1e3,
+                    min(e.rounds) * 1e3,
+                    max(e.rounds) * 1e3,
+                    mine.median / e.median,
+                    e.first,
+                    e.peak,
+                ),
+                flush=True,
+            )

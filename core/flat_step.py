@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ __all__ = ["FlatStep", "Outputs", "flat_step"]
 Run = Callable[[TrainState, Any], tuple[TrainState, dict[str, Tensor]]]
 
 
-@attrs.define
+@attrs.define(slots=False)
 class Outputs:
     """What the traced function found out about its outputs.
 
@@ -31,6 +32,11 @@ class Outputs:
 
     changed: tuple[int, ...] = ()
     metrics: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def fault(self) -> int:
+        """Where among the metrics the code of a fault stands."""
+        return self.metrics.index("fault")
 
 
 @attrs.frozen

@@ -41,16 +41,16 @@ class Program:
     outputs: Outputs
     packing: Packing | None = None
 
-    def run(self, state: FlatState, tensors: list[Tensor], *, donate: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The leaves of the new state, and the metrics."""
+    def run(self, state: FlatState, tensors: list[Tensor], *, donate: bool) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """The leaves of the new state, and the metrics in the order of their names."""
         out = self.call(*state.inputs, *tensors)
-        changed = self.outputs.changed
         if donate:
-            return state.leaves, dict(zip(self.outputs.metrics, out, strict=True))
+            return state.leaves, out
+        changed = self.outputs.changed
         new = list(state.leaves)
         for place, value in zip(changed, out[: len(changed)], strict=True):
             new[place] = value
-        return new, dict(zip(self.outputs.metrics, out[len(changed) :], strict=True))
+        return new, out[len(changed) :]
 
 
 def build(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BatchError",
     "CompileError",
@@ -42,7 +44,13 @@ class LossError(PurestepError, ValueError):
 
 
 class NumericsError(PurestepError, ArithmeticError):
-    """A weight or a rate is not a usable number; the state was left as it was."""
+    """A weight or a rate is not a usable number; the state was left as it was.
+
+    Attributes:
+        state: where several steps ran in one call, the state after those before the one that failed.
+    """
+
+    state: Any = None
 
 
 class PurityError(PurestepError, RuntimeError):

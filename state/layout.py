@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .errors import StateError
 
-__all__ = ["Layout", "named_buffers", "named_params"]
+__all__ = ["Layout", "byte_reach", "named_buffers", "named_params"]
 
 
 @attrs.frozen
@@ -90,7 +90,7 @@ def _refuse_overlap(module: nn.Module) -> None:
     """Two buffers over the same bytes, or a buffer over a parameter's: a write into one would not reach the other."""
     params = {name: param for name, param in module.named_parameters() if not is_lazy(param)}
     spans = [
-        (tensor.data_ptr(), tensor.data_ptr() + _bytes(tensor), name, name in params)
+        (tensor.data_ptr(), tensor.data_ptr() + byte_reach(tensor), name, name in params)
         for name, tensor in (*params.items(), *module.named_buffers())
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.numel()
     ]
@@ -103,7 +103,7 @@ def _refuse_overlap(module: nn.Module) -> None:
             )
 
 
-def _bytes(tensor: Tensor) -> int:
+def byte_reach(tensor: Tensor) -> int:
     """From the first to behind the last byte."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()

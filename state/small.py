@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["in_order", "is_small"]
 
-_LARGEST = 1 << 17  # elements; a larger leaf is worth kernels of its own
+_LARGEST = 1 << 15  # elements; a larger leaf is worth kernels of its own
 _LINE = 16  # float32 elements of a cache line
 
 

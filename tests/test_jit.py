@@ -187,7 +187,7 @@ def test_a_copy_survives_donation():
     assert differing(before, snapshot(kept)) == []
 
 
-def test_leaves_that_share_storage_are_refused_by_path():
+def test_leaves_over_the_same_memory_are_refused_by_path_and_neighbours_in_one_storage_are_not():
     step = ps.compose(
         ps.forward(lambda p, x, key: ps.Loss((p["a"] * p["b"] * x).sum(), len(x))),
         ps.backward(), ps.accumulate(), ps.step(ps.sgd(1.0)),
@@ -195,10 +195,13 @@ def test_leaves_that_share_storage_are_refused_by_path():
     fast = ps.jit(step, device=CPU, backend="aot_eager", donate=True)
     state = ps.init({"a": torch.ones(2), "b": torch.ones(2)}, step)
     whole = torch.ones(4)
-    bad = state.replace(params={"a": whole[:2], "b": whole[2:]})
-    with pytest.raises(ps.StateError, match=r"params\['a'\].*params\['b'\].*share one storage"):
+    bad = state.replace(params={"a": whole[:2], "b": whole[1:3]})
+    with pytest.raises(ps.StateError, match=r"params\['a'\].*params\['b'\].*share memory"):
         fast(bad, torch.ones(2))
-    fast(state, torch.ones(2))
+    beside = state.replace(params={"a": whole[:2], "b": whole[2:]})
+    one, _ = fast(ps.copy_state(state), torch.ones(2))
+    other, _ = fast(beside, torch.ones(2))
+    assert differing(one, other) == []
 
 
 def test_a_step_that_swaps_leaves_or_reports_one_may_be_donated():

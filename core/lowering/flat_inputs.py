@@ -59,7 +59,10 @@ def _read_views(
             part = call(graph, aten.slice.Tensor, flat, 0, start, start + leaf.numel())
             view = call(graph, aten.view.default, part, list(leaf.shape))
             views.append(view)
-            place.replace_all_uses_with(view, delete_user_cb=lambda user, own=writes.get(place): user is not own)
+            write = writes.get(place)
+            for user in list(place.users):
+                if user is not write:
+                    user.replace_input_with(place, view)
             _apart_for_loops(graph, view)
     return views
 

@@ -14,7 +14,7 @@ from ...state.tree import as_tensors
 from ...steps.split_batch import rows
 from ..compose import Step
 from ..device import Device
-from ..jit import Jitted
+from ..jitted import Jitted
 from ..program import Backend
 from . import compiled, gradients, keyed, purity, repeat, spread
 from .failure import NotAskedError, PropertyError, plain_step

@@ -16,7 +16,8 @@ from ...state.tree import flatten
 from ..compose import Step
 from ..device import Device
 from ..form import forms
-from ..jit import Jitted, jit
+from ..jit import jit
+from ..jitted import Jitted
 from ..program import Backend
 from .difference import result_difference
 from .explain import explain_difference

@@ -16,7 +16,8 @@ from ...state.torch_private import DispatchMode
 from ...state.tree import flatten, leaves, leaves_with_paths
 from ..compose import Step
 from ..flat_step import flat_step
-from ..jit import Jitted, jit
+from ..jit import jit
+from ..jitted import Jitted
 from ..program import on_device
 from ..trace import trace_step
 from .difference import Difference, first_difference

@@ -12,7 +12,8 @@ from ...state.errors import PurestepError
 from ...state.spec import spec
 from ...state.tree import as_tensors, leaves_with_paths
 from ..compose import Step
-from ..jit import Jitted, jit
+from ..jit import jit
+from ..jitted import Jitted
 from .difference import Difference
 
 __all__ = ["NotAskedError", "PropertyError", "for_each", "plain_step", "undonated"]

@@ -16,7 +16,7 @@ from ...state.record import TrainState
 from ...state.sums import Sums
 from ...state.tree import flatten, map_leaves, unflatten
 from ..compose import Step
-from ..jit import Jitted
+from ..jitted import Jitted
 from ..phase import Phase
 from .failure import NotAskedError, PropertyError, for_each, plain_step
 from .spread import cut_invariant, draws, settled

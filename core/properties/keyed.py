@@ -13,7 +13,7 @@ from ...state.record import Counters, TrainState, copy_state
 from ...state.tree import map_leaves
 from ...steps.split_batch import rows
 from ..compose import Step
-from ..jit import Jitted
+from ..jitted import Jitted
 from .difference import first_difference, result_difference
 from .explain import explain_difference
 from .failure import PropertyError, for_each, plain_step, undonated

@@ -18,7 +18,7 @@ from ...state.tree import leaves_with_paths
 from ...steps.concern import Custom
 from ..closures import held
 from ..compose import Step
-from ..jit import Jitted
+from ..jitted import Jitted
 from .difference import first_difference
 from .failure import PropertyError, for_each, plain_step, undonated
 from .world import GENERATOR, changed, snapshot, world

@@ -13,7 +13,8 @@ import torch
 from ...state.record import TrainState, copy_state
 from ...state.tree import leaves_with_paths
 from ..compose import Step
-from ..jit import Jitted, jit
+from ..jit import jit
+from ..jitted import Jitted
 from .difference import result_difference
 from .digest import digests
 from .explain import explain_difference

@@ -15,7 +15,7 @@ from ...state.tree import Tree, leaves, leaves_with_paths
 from ...steps.random_ops import calm
 from ...steps.split_batch import SplitBatch, rows, take_rows
 from ..compose import Step
-from ..jit import Jitted
+from ..jitted import Jitted
 from ..phase import Phase
 from .difference import first_difference, result_difference
 from .failure import NotAskedError, PropertyError, for_each, plain_step
