@@ -126,6 +126,7 @@ _COMPILER: dict[str, Any] = {
     "size_asserts": False,  # the form of every input is checked before a call, by its key
     "cpp.min_chunk_size": 2048,  # below so many elements a second thread costs more than it gives
 }
+_LARGE = 3000  # nodes; the calls of so many kernels take a C++ compiler long to optimise, and gain nothing by it
 
 
 def compile_graph(
@@ -141,13 +142,14 @@ def compile_graph(
     """
     compile_fx = _find("torch._inductor.compile_fx", "compile_fx")
     with mode, torch.no_grad(), _kept_environment():
-        return compile_fx(graph, list(inputs), config_patches=_compiler_settings(rewrite))  # type: ignore[no-any-return]
+        settings = _compiler_settings(rewrite, large=len(graph.graph.nodes) > _LARGE)
+        return compile_fx(graph, list(inputs), config_patches=settings)  # type: ignore[no-any-return]
 
 
-def _compiler_settings(rewrite: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
+def _compiler_settings(rewrite: Callable[[torch.fx.Graph], None], *, large: bool) -> dict[str, Any]:
     """What we ask of Inductor, where it knows it."""
     known = import_module("torch._inductor.config").get_config_copy()
-    wanted = {**_COMPILER, "post_grad_custom_post_pass": _graph_pass(rewrite)}
+    wanted = {**_COMPILER, "cpp_wrapper_build_separate": large, "post_grad_custom_post_pass": _graph_pass(rewrite)}
     return {name: value for name, value in wanted.items() if name in known}
 
 
