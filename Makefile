@@ -7,7 +7,9 @@ STAMP := $(VENV)/.installed
 
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHE)/inductor
 
-.PHONY: demo test deep mutants lint types wheel clean
+PEERS := $(CACHE)/peers-$(shell cat benches/requirements.txt constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
+
+.PHONY: bench demo test deep mutants lint types wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +24,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 	$(BIN)/python -m pytest --doctest-modules --doctest-continue-on-failure state steps devices core
+
+bench: $(PEERS)/.installed
+	PYTHONPATH=benches $(PEERS)/bin/python benches/run.py $(WORKLOADS)
+
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip==25.3
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 setuptools wheel
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benches/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[bench]"
+	touch $@
 
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/mutants.py

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import devices as devices
     from .core import properties as properties
+    from .core.benchmark.benchmark import benchmark as benchmark
+    from .core.benchmark.report import StepReport as StepReport
     from .core.compose import Step as Step
     from .core.compose import compose as compose
     from .core.device import Device as Device
@@ -80,6 +82,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "core.benchmark.benchmark": ("benchmark",),
+    "core.benchmark.report": ("StepReport",),
     "core.compose": ("Step", "compose"),
     "core.device": ("Device",),
     "core.init": ("init",),

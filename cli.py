@@ -1,4 +1,7 @@
-"""The command ``purestep``: ``check`` asks a script's step for its properties, ``diff`` compares the digests of two runs."""
+"""The command ``purestep``.
+
+``check`` asks a script's step for its properties, ``bench`` measures how fast it is, ``diff`` compares the digests of two runs.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["check", "diff", "main"]
+__all__ = ["bench", "check", "diff", "main"]
 
 
 def main() -> None:
     """Run the command line, and exit with 0, with 1 where something does not hold, with 2 where it cannot be asked."""
     import tyro
 
-    commands: dict[str, Any] = {"check": check, "diff": diff}
+    commands: dict[str, Any] = {"check": check, "bench": bench, "diff": diff}
     sys.exit(tyro.extras.subcommand_cli_from_dict(commands, prog="purestep", description=__doc__))
 
 
@@ -52,13 +55,68 @@ def check(
 
     console = Console()
     try:
-        found = _look_up(script, {"step": step, "state": state, "batch": batch})
+        found, _ = _look_up(script, {"step": step, "state": state, "batch": batch})
         report = _asked(found, backend, only, processes)
     except (LookupError, ValueError) as error:
         console.print(f"{script}: {error}", markup=False, highlight=False)
         return 2
     console.print(_table(report, fix_hint=fix_hint))
     return 0 if report.ok else 1
+
+
+def bench(
+    script: Path,
+    /,
+    *,
+    step: str = "",
+    state: str = "",
+    batch: str = "",
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+    rounds: int = 9,
+    seconds: float = 0.2,
+    start: bool = True,
+    json: Path | None = None,
+    picture: Path | None = None,
+) -> int:
+    """Measure the step in a script: its time against other ways to train, its memory, its start, and where its time goes.
+
+    The step, state and batch are looked up as ``check`` does. Where the script has a function ``purestep_against()``, what
+    it returns is measured beside the step: functions of no argument that each train one step, by name, the first as the
+    baseline. Without it the baseline is the step run eagerly.
+
+    Args:
+        script: the file.
+        step: name of the step's variable.
+        state: name of the state's variable.
+        batch: name of the batch's variable.
+        backend: how a step that the script did not compile is compiled.
+        rounds: how many turns each has.
+        seconds: how long a turn is.
+        start: measure the time to the first step too, which compiles the step twice more.
+        json: where to write the figures.
+        picture: where to draw them, such as bench.png.
+    """
+    from rich.console import Console
+
+    from .core.benchmark import benchmark
+    from .devices import cpu
+
+    console = Console()
+    try:
+        (found, first, rows, _), held = _look_up(script, {"step": step, "state": state, "batch": batch})
+        against = held["purestep_against"]() if callable(held.get("purestep_against")) else None
+        options: dict[str, Any] = {"rounds": rounds, "seconds": seconds, "start": start, "backend": backend}
+        report = benchmark(found, first, rows, against=against, device=cpu(), **options)
+    except (LookupError, ValueError, TypeError) as error:
+        console.print(f"{script}: {error}", markup=False, highlight=False)
+        return 2
+    for part in report.parts():
+        console.print(part)
+    if json is not None:
+        report.save(json)
+    if picture is not None:
+        report.draw(picture)
+    return 0
 
 
 def diff(run_a: Path, run_b: Path, /) -> int:
@@ -99,19 +157,23 @@ def _asked(found: tuple[Any, Any, Any, list[Any]], backends: Any, only: tuple[st
     return report
 
 
-def _look_up(script: Path, names: dict[str, str]) -> tuple[Any, Any, Any, list[Any]]:
-    """The script's step, state, batch, and further batches.
+def _look_up(script: Path, names: dict[str, str]) -> tuple[tuple[Any, Any, Any, list[Any]], dict[str, Any]]:
+    """The script's step, state, batch and further batches; and all its variables.
 
     Raises:
         LookupError: naming what was not found, and how to say where it is.
     """
+    if not script.exists():
+        raise LookupError("there is no such file")
+    held = _run(script)
+    return _chosen(held, names), held
+
+
+def _chosen(held: dict[str, Any], names: dict[str, str]) -> tuple[Any, Any, Any, list[Any]]:
     from .core.compose import Step
     from .core.jitted import Jitted
     from .state.record import TrainState
 
-    if not script.exists():
-        raise LookupError("there is no such file")
-    held = _run(script)
     if callable(held.get("purestep_check")):
         step, state, batch = held["purestep_check"]()
         return step, state, batch, []

@@ -26,11 +26,15 @@ class Peer:
         name: as in tables.
         home: module and function, ``"module:function"``, that give ``step(batch) -> loss`` for a workload.
         prepare: module and function that turn a batch of torch tensors into the peer's own.
+        scan_home: the same as ``home`` where several steps are one call; without it they are a loop.
+        scan_prepare: the same as ``prepare``, for a list of batches.
     """
 
     name: str
     home: str
     prepare: str = ""
+    scan_home: str = ""
+    scan_prepare: str = ""
 
 
 @attrs.define
@@ -79,7 +83,7 @@ def contest(workload, peers, *, rounds=9, block=0.25):
             c.steps = max(1, round(block / c.ask("time", 3)))
         for _ in range(rounds):
             for c in fit:
-                c.entry.rounds.append(c.ask("time", c.steps))
+                c.entry.rounds.append(c.ask("time", c.steps) / workload.steps)
         for c in fit:
             c.entry.peak = c.ask("peak")
         return [c.entry for c in contestants]
@@ -155,10 +159,14 @@ def _built(peer, name):
     from workloads import WORKLOADS
 
     workload = WORKLOADS[name]
-    batch = workload.batches(1)[0]
-    if peer.prepare:
-        batch = _named(peer.prepare)(batch)
-    return _named(peer.home)(workload), batch
+    batches = workload.batches(workload.steps)
+    if workload.steps > 1 and peer.scan_home:
+        return _named(peer.scan_home)(workload), _named(peer.scan_prepare)(batches) if peer.scan_prepare else batches
+    batches = [_named(peer.prepare)(batch) if peer.prepare else batch for batch in batches]
+    step = _named(peer.home)(workload)
+    if workload.steps == 1:
+        return step, batches[0]
+    return (lambda several: [step(batch) for batch in several][-1]), batches
 
 
 def _named(path):

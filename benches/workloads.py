@@ -6,13 +6,14 @@ same parameters.
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import attrs
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["CLIP", "DECAY", "RATE", "WORKLOADS", "Workload"]
+__all__ = ["CLIP", "DECAY", "RATE", "WORKLOADS", "Workload", "mean_loss"]
 
 RATE, DECAY, CLIP = 1e-3, 1e-2, 1.0  # AdamW and clipping by the global norm, the same for all
 
@@ -27,6 +28,7 @@ class Workload:
         model: makes the module.
         batch: makes ``(x, y)`` from a generator.
         micro: how many microbatches a batch is cut into.
+        steps: how many steps, on a batch each, are asked for in one call.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Workload:
     model: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
     micro: int = 1
+    steps: int = 1
 
     def make(self):
         """The module with its first values, the same at every call."""
@@ -62,7 +65,7 @@ def _rows(count, width, classes=10):
 
 def _mlp(*widths):
     layers = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -192,5 +195,6 @@ WORKLOADS = {
         Workload("rnn", "GRU of width 128 on 32 sequences of 32", Gru, _sequences),
         Workload("leaves", "200 small layers, 402 parameters, 8 rows", Deep, _rows(8, 16)),
         Workload("accumulate", "gpt in 8 microbatches of 8 rows", Gpt, _tokens(64), micro=8),
+        Workload("scan", "tiny, 16 steps in one call", lambda: _mlp(16, 32, 32, 10), _rows(32, 16), steps=16),
     )
 }

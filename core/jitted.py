@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 from torch import Tensor
+from torch.fx import GraphModule
 
 from ..state.errors import BatchError, DonatedError, PurestepError
 from ..state.record import FlatState, TrainState, consume, flat_of, lazy_state
@@ -34,6 +35,8 @@ class Jitted:
         step: the step it was made of.
         compiles: how often it was compiled (or traced).
     """
+
+    _edit: Callable[[GraphModule], None] | None = None  # a change of the graph, where one is measured
 
     def __init__(self, step: Step, device: Device, *, donate: bool, backend: Backend) -> None:
         self.step, self.device, self.donate, self.backend = step, device, donate, backend
@@ -144,6 +147,7 @@ class Jitted:
                 (values, treedef),
                 donate=self.donate,
                 packing=self._packings.get(flat.token),
+                edit=self._edit,
             )
             self._programs[key], self._packings[flat.token] = program, program.packing
             self.compiles += 1

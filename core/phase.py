@@ -27,6 +27,7 @@ from ..steps.concern import Applied, Custom, Flow
 from ..steps.faults import WEIGHT
 from ..steps.forward import Forward
 from ..steps.norm import global_norm
+from ..steps.scope import name_of, scope
 from ..steps.split_batch import SplitBatch, rows
 
 __all__ = ["RESERVED", "Phase"]
@@ -82,13 +83,15 @@ class Phase:
             batch = fn.call(batch, key)
         parts = self.split(batch) if self.split is not None else _whole(batch)
         places = torch.arange(len(parts), dtype=torch.int64, device=key.device) + (first + rank * len(parts))
-        return self.accumulate.local(self._one, state.params, parts, fold_in(key, places), state.buffers)
+        with scope("accumulate"):
+            return self.accumulate.local(self._one, state.params, parts, fold_in(key, places), state.buffers)
 
     def _one(self, params: Tree, microbatch: Any, key: Tensor, buffers: dict[str, Tensor]) -> Sums:
         for fn in self.microbatch:
             microbatch = fn.call(microbatch, key)
         loss_fn = _Then(self.forward, self.loss) if self.loss else self.forward
-        sums = self.backward(loss_fn, params, microbatch, key, buffers=buffers)
+        with scope("backward"):
+            sums = self.backward(loss_fn, params, microbatch, key, buffers=buffers)
         for fn in self.sums:
             sums = _expect(fn.call(sums, key), Sums, fn)
         return sums
@@ -112,7 +115,8 @@ class Phase:
         grads = self.accumulate.divide(sums)
         flow = Flow(grads, state, weight > 0, torch.where(usable, zero, zero + WEIGHT), {}, {}, state.slots, key)
         for concern in self.after:
-            flow = _checked(concern, flow, concern.apply(flow))
+            with scope(name_of(concern)):
+                flow = _checked(concern, flow, concern.apply(flow))
             if concern.gives == "state" != concern.takes:
                 flow = flow.replace(value=self._moved(flow, sums))
         if "grad_norm" not in flow.metrics:

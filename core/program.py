@@ -62,6 +62,7 @@ def build(
     *,
     donate: bool,
     packing: Packing | None = None,
+    edit: Callable[[torch.fx.GraphModule], None] | None = None,
 ) -> Program:
     """Trace and compile a step for the form of these inputs.
 
@@ -73,6 +74,7 @@ def build(
         batch: leaves and structure.
         donate: whether the new leaves are written into the old ones.
         packing: how the leaves lie already, where another program packed them.
+        edit: changes the graph before it is compiled.
 
     Raises:
         TraceError: if it cannot be one graph.
@@ -93,6 +95,8 @@ def build(
     if donate:
         packing = packing or plan(state.leaves, state.treedef.paths(), flat.outputs.changed)
         inputs = pack_inputs(traced.graph, inputs, packing, traced.mode)
+    if edit is not None:
+        edit(traced.graph)
     try:
         compiled = torch_private.compile_graph(traced.graph, traced.mode, inputs, rewrite)
     except Exception as error:

@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
+    "allocations",
     "compile_cache_folder",
+    "compile_cache_in",
     "compile_graph",
     "fake_mode",
     "fake_of",
@@ -34,6 +36,7 @@ __all__ = [
     "module_tables",
     "nested_trace",
     "once_operation",
+    "profiled",
     "reads_a_value",
     "scan",
     "schema",
@@ -124,6 +127,7 @@ def scan(
 _COMPILER: dict[str, Any] = {
     "cpp_wrapper": True,  # the calls of the kernels in C++ too: no Python between them
     "size_asserts": False,  # the form of every input is checked before a call, by its key
+    "layout_optimization": False,  # pictures stay as they come: moving them to channels_last and back costs time and memory
     "cpp.min_chunk_size": 2048,  # below so many elements a second thread costs more than it gives
 }
 _LARGE = 3000  # nodes; the calls of so many kernels take a C++ compiler long to optimise, and gain nothing by it
@@ -180,6 +184,53 @@ def once_operation() -> Any:
 def compile_cache_folder() -> Path:
     """Where Inductor keeps what it compiled."""
     return Path(_find("torch._inductor.runtime.cache_dir_utils", "cache_dir")())
+
+
+@contextlib.contextmanager
+def compile_cache_in(folder: Path) -> Iterator[None]:
+    """Keep what Inductor compiles in another folder, and let it remember nothing of what it compiled before."""
+    clear = _find("torch._inductor.utils", "clear_caches")
+    with _kept_environment():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        clear()
+        try:
+            yield
+        finally:
+            clear()
+
+
+def allocations(call: Callable[[], Any]) -> list[int]:
+    """The bytes that torch's CPU allocator hands out (or takes back, negative) during a call, in order."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        kept = call()
+    del kept
+    results = getattr(profile.profiler, "kineto_results", None)
+    if results is None:
+        raise RuntimeError(f"this torch ({torch.__version__}) does not tell what its profiler saw of the memory")
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler announces its start and end on the error stream of the process, past ``sys.stderr``."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)
+
+
+def profiled(call: Callable[[], Any]) -> Any:
+    """What torch's profiler saw of a call on the CPU."""
+    with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return profile.events()
 
 
 @functools.cache

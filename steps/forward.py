@@ -18,6 +18,7 @@ from .concern import Stateless
 from .guard import Guard
 from .keyed_modules import bind_key
 from .random_ops import keyed
+from .scope import scope
 from .template import Template
 
 __all__ = ["Forward", "forward"]
@@ -142,7 +143,8 @@ class Forward(Stateless):
 
     def _call(self, guard: Guard, model: Any, key: Tensor | None, microbatch: Any, carry: Tree = None) -> Loss:
         guard.add(batch=microbatch, carry=carry)
-        loss = self.loss(model, microbatch, key, carry) if self.takes_carry else self.loss(model, microbatch, key)
+        with scope("forward"):
+            loss = self.loss(model, microbatch, key, carry) if self.takes_carry else self.loss(model, microbatch, key)
         name = getattr(self.loss, "__name__", "loss")
         if isinstance(loss, Tensor):
             raise LossError(

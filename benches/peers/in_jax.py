@@ -8,7 +8,7 @@ import torch
 from jax import lax
 from workloads import CLIP, DECAY, RATE
 
-__all__ = ["prepare", "scanned", "step_of"]
+__all__ = ["prepare", "prepare_stacked", "scanned", "step_of"]
 
 
 def step_of(workload):
@@ -26,14 +26,14 @@ def step_of(workload):
 
 
 def scanned(workload):
-    """The same with several whole steps in one call: ``steps(batches) -> losses``, batches stacked along dimension 0."""
+    """The same with several whole steps in one call: ``steps(batches) -> last loss``, batches from ``prepare_stacked``."""
     state, update = _start(workload)
     held = [state]
     jitted = jax.jit(lambda state, batches: lax.scan(update, state, batches), donate_argnums=0)
 
     def steps(batches):
         held[0], losses = jitted(held[0], batches)
-        return losses
+        return losses[-1]
 
     return steps
 
@@ -42,6 +42,11 @@ def prepare(batch):
     """A batch of torch tensors as JAX arrays; pictures with their channels last, which XLA's convolutions want."""
     x, y = (jnp.asarray(leaf.numpy()) for leaf in batch)
     return (jnp.moveaxis(x, -3, -1) if x.ndim >= 4 else x), y
+
+
+def prepare_stacked(batches):
+    """Several batches along a new dimension 0, as ``lax.scan`` wants them."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(prepare(batch) for batch in batches))
 
 
 def _start(workload):

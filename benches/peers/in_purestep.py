@@ -41,3 +41,16 @@ def step_of(workload, *, donate=True):
         return metrics["loss"]
 
     return one
+
+
+def scanned(workload):
+    """``steps(batches) -> last loss``: several steps in one call."""
+    step, state = setup(workload)
+    fast = ps.jit(ps.scan_steps(step, workload.steps), donate=True, device=ps.devices.cpu())
+    held = [state]
+
+    def many(batches):
+        held[0], metrics = fast(held[0], batches)
+        return metrics["loss"][-1]
+
+    return many
