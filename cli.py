@@ -1,6 +1,7 @@
 """The command ``purestep``.
 
-``check`` asks a script's step for its properties, ``bench`` measures how fast it is, ``diff`` compares the digests of two runs.
+``check`` asks a script's step for its properties, ``bench`` measures how fast it is, ``diff`` compares the digests of two
+runs.
 """
 
 from __future__ import annotations

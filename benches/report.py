@@ -4,8 +4,9 @@ import json
 import statistics
 from pathlib import Path
 
-from contest import Entry
 from matplotlib.figure import Figure
+
+from contest import Entry
 from workloads import WORKLOADS
 
 __all__ = ["RESULTS", "lines", "write"]

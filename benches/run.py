@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import attrs
+
 import report
 from contest import Peer, contest
 from workloads import WORKLOADS
@@ -62,7 +63,8 @@ def main():
 def machine():
     """What the figures were measured on and with."""
     names = ("torch", "lightning", "accelerate", "torchopt", "jax", "optax")
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if "model name" in line), "unknown")
+    about = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in about if "model name" in line), "unknown")
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from test_cli import run
 
 import purestep as ps
 from purestep.core.benchmark.measure import in_turns
@@ -15,6 +14,7 @@ from purestep.core.benchmark.overhead import Emptied
 from purestep.core.benchmark.shares import shares
 from purestep.core.benchmark.start import first_steps
 
+from test_cli import run
 from toys import differing, mlp, mlp_step, rows_of, snapshot, toy_state, toy_step
 
 CPU = ps.devices.cpu()

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+
 from workloads import CLIP, DECAY, RATE, mean_loss
 
 __all__ = ["compiled", "compiled_whole", "eager", "fused"]

@@ -2,6 +2,7 @@
 
 import torch
 from accelerate import Accelerator
+
 from workloads import CLIP, DECAY, RATE, mean_loss
 
 __all__ = ["step_of"]

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import torch
 from jax import lax
+
 from workloads import CLIP, DECAY, RATE
 
 __all__ = ["prepare", "prepare_stacked", "scanned", "step_of"]

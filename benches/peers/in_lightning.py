@@ -7,6 +7,7 @@ import warnings
 
 import lightning
 import torch
+
 from workloads import CLIP, DECAY, RATE, mean_loss
 
 __all__ = ["step_of"]

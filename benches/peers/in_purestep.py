@@ -1,9 +1,10 @@
 """purestep: the step composed, compiled whole, its state donated."""
 
 from torch.nn import functional
-from workloads import CLIP, DECAY, RATE
 
 import purestep as ps
+
+from workloads import CLIP, DECAY, RATE
 
 __all__ = ["scanned", "setup", "step_of"]
 

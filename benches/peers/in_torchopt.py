@@ -1,6 +1,7 @@
 """TorchOpt: its chain of functional transformations behind its optimizer class."""
 
 import torchopt
+
 from workloads import CLIP, DECAY, RATE, mean_loss
 
 __all__ = ["step_of"]
