@@ -137,6 +137,7 @@ class TrainState(Record):
             if flat is not None:
                 whole = unflatten(flat.treedef, flat.leaves)
                 self.__dict__.update({field: whole.__dict__[field] for field in _FIELDS})
+                self.__dict__["_places"] = _places(flat.leaves)
                 _living.add(self)  # others may hold its tensors from now on
                 return self.__dict__[name]
         raise AttributeError(f"TrainState has no attribute {name!r}")
@@ -183,10 +184,15 @@ def flat_of(state: TrainState) -> FlatState:
         return FlatState(*flatten(state))
     if not _was_read(state):
         return kept
-    values, treedef = flatten(state)  # the fields were read since: somebody may have put another tensor into a dict
-    if treedef == kept.treedef and all(a is b for a, b in zip(values, kept.leaves, strict=True)):
-        return kept
-    return FlatState(values, treedef)
+    # The fields were read since: somebody may have put another tensor into a dict, or other memory under a tensor.
+    values, treedef = flatten(state)
+    same = treedef == kept.treedef and all(a is b for a, b in zip(values, kept.leaves, strict=True))
+    return kept if same and _places(values) == state.__dict__.get("_places") else FlatState(values, treedef)
+
+
+def _places(leaves: list[Tensor]) -> list[Any]:
+    """Where and how each leaf lies in memory."""
+    return [(leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
 
 
 def lazy_state(flat: FlatState) -> TrainState:

@@ -30,9 +30,11 @@ __all__ = [
     "gives_number",
     "has_hooks",
     "is_compiled",
+    "is_elementwise",
     "is_fake",
     "is_operation",
     "is_tracing",
+    "keeps_elements",
     "module_tables",
     "nested_trace",
     "once_operation",
@@ -200,7 +202,11 @@ def compile_cache_in(folder: Path) -> Iterator[None]:
 
 
 def allocations(call: Callable[[], Any]) -> list[int]:
-    """The bytes that torch's CPU allocator hands out (or takes back, negative) during a call, in order."""
+    """The bytes that torch's CPU allocator hands out (or takes back, negative) during a call, in order.
+
+    Raises:
+        RuntimeError: if this torch does not tell.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         kept = call()
@@ -266,6 +272,24 @@ def reads_a_value(error: BaseException) -> bool:
 def is_operation(func: Any) -> bool:
     """Whether this is one tensor operation, and no operator that runs functions of its own such as ``torch.cond``."""
     return isinstance(func, torch._ops.OpOverload)
+
+
+def keeps_elements(func: Any) -> bool:
+    """Whether an operation gives its operand's elements in their order under another shape."""
+    aten = torch.ops.aten
+    return func in (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.detach.default,
+        aten.alias.default,
+    )
+
+
+def is_elementwise(func: Any) -> bool:
+    """Whether each element of an operation's result depends on the elements in its place alone."""
+    converts = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+    return is_operation(func) and (torch.Tag.pointwise in func.tags or func in converts)
 
 
 def gives_number(func: Any) -> bool:

@@ -107,9 +107,10 @@ class StepReport:
         figure = Figure(figsize=(10, 1.6 + 0.45 * max(len(self.rows), len(self.shares))), dpi=150, layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         names = [row.name for row in self.rows]
-        bars = left.barh(names, [row.median * 1e3 for row in self.rows], color=["#0072b2"] + ["0.7"] * (len(names) - 1))
-        left.bar_label(bars, [f" {milliseconds(row.median)}, x{row.ratio:.2f}" for row in self.rows], fontsize=9)
+        left.barh(names, [row.median * 1e3 for row in self.rows], color=["#0072b2"] + ["0.7"] * (len(names) - 1))
         for place, row in enumerate(self.rows):
+            words = f"  {milliseconds(row.median)}, x{row.ratio:.2f}"
+            left.text(max(row.times) * 1e3, place, words, va="center", fontsize=9)
             left.plot([time * 1e3 for time in row.times], [place] * len(row.times), "|", color="black", markersize=9)
         left.set(title="Time of a step", xlabel="milliseconds; a mark for each turn")
         shared = right.barh(list(self.shares), [share * 100 for share in self.shares.values()], color="#009e73")
@@ -117,7 +118,7 @@ class StepReport:
         right.set(title="Shares of the eager step", xlabel="per cent")
         for axes in (left, right):
             axes.invert_yaxis()
-            axes.margins(x=0.25)
+            axes.margins(x=0.4)
             axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from ...state.torch_private import is_operation
 from .packing import Packing
 
 __all__ = ["call", "pack_inputs"]
@@ -69,7 +70,7 @@ def _read_views(
 
 def _apart_for_loops(graph: fx.Graph, view: Node) -> None:
     """A loop over microbatches takes no two inputs that share memory: it gets a copy, made once per update."""
-    loops = [user for user in view.users if not isinstance(user.target, torch._ops.OpOverload)]
+    loops = [user for user in view.users if not is_operation(user.target)]
     if loops:
         copy = call(graph, aten.clone.default, view)
         for loop in loops:

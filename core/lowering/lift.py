@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from ...state.torch_private import is_elementwise, keeps_elements
 from .flat_inputs import call
 
 __all__ = ["lift_elementwise"]
@@ -53,7 +54,7 @@ class _Lift:
 
     def _same_operation(self, row: Row) -> Node | None:
         first = row[0]
-        if not _is_elementwise(first) or any(not _alike(first, other) for other in row[1:]):
+        if not is_elementwise(first.target) or any(not _alike(first, other) for other in row[1:]):
             return None
         columns = []
         for index, arg in enumerate(first.args):
@@ -80,22 +81,11 @@ def _flattened_parts(node: Node) -> Row | None:
     return tuple(parts)
 
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.detach.default, aten.alias.default)
-
-
 def _unviewed(node: Node) -> Node:
     """What a flattened tensor was before: the same elements in the same order."""
-    while node.target in _VIEWS:
+    while keeps_elements(node.target):
         node = node.args[0]
     return node
-
-
-def _is_elementwise(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in _COPIES)
-
-
-_COPIES = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def _alike(one: Node, other: fx.Node) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from ...state.torch_private import once_operation, schema
+from ...state.torch_private import is_operation, once_operation, schema
 
 __all__ = ["compute_numbers_once"]
 
@@ -54,7 +53,7 @@ def _numbers(graph: fx.Graph) -> Iterator[fx.Node]:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, Tensor) or value.dim():
             continue
-        if isinstance(node.target, torch._ops.OpOverload) and not schema(node.target).is_mutable:
+        if is_operation(node.target) and not schema(node.target).is_mutable:
             yield node
 
 
