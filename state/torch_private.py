@@ -33,6 +33,7 @@ __all__ = [
     "is_elementwise",
     "is_fake",
     "is_operation",
+    "is_profiling",
     "is_tracing",
     "keeps_elements",
     "module_tables",
@@ -216,6 +217,11 @@ def allocations(call: Callable[[], Any]) -> list[int]:
         raise RuntimeError(f"this torch ({torch.__version__}) does not tell what its profiler saw of the memory")
     events = [event for event in results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is running in this process."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 @contextlib.contextmanager

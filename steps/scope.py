@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..state.torch_private import is_tracing
+from ..state.torch_private import is_profiling, is_tracing
 
 __all__ = ["PREFIX", "name_of", "scope"]
 
@@ -17,12 +17,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 def scope(name: str) -> AbstractContextManager[object]:
-    """A context whose time the profiler shows as that of a concern; nothing while a graph is recorded.
+    """A context whose time the profiler shows as that of a concern; nothing while none runs, or a graph is recorded.
 
     Args:
         name: of the concern, in lower case.
     """
-    if torch.compiler.is_compiling() or is_tracing():
+    if torch.compiler.is_compiling() or is_tracing() or not is_profiling():
         return _NOTHING
     return torch.profiler.record_function(PREFIX + name)
 
