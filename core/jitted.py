@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import GraphModule
 
 from ..state.errors import BatchError, DonatedError, PurestepError
 from ..state.record import FlatState, TrainState, consume, flat_of, lazy_state
-from ..state.tree import TreeDef, flatten
+from ..state.tree import flatten
 from ..steps.faults import raise_fault
 from .checks import check_batch, check_state, refuse_inference_mode
 from .compose import Step
@@ -23,13 +24,13 @@ from .form import ambient, forms, static_change
 from .lowering.packing import Packing
 from .program import Backend, Program, build
 
-__all__ = ["Jitted"]
+__all__ = ["Compiled", "Jitted"]
 
 Metrics = dict[str, Tensor]
 
 
-class Jitted:
-    """A compiled step; made by ``jit``.
+class Compiled(ABC):
+    """What ``jit`` makes: the programs of a step, found by the form of what they are called with.
 
     Attributes:
         step: the step it was made of.
@@ -69,16 +70,8 @@ class Jitted:
         finally:
             self._running.release()
 
-    def _call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        refuse_inference_mode()
-        given = self._known(state)
-        with self.device.running():
-            program, values, treedef = self._found(given, batch) or self._placed(state, given, batch)
-            if self.donate:
-                refuse_lent(given, values, treedef)
-            flat, measured = self._advance(program, state, given, values)
-        metrics = dict(zip(program.outputs.metrics, measured, strict=True))
-        return self._handed_on(program, state, given, flat), metrics
+    @abstractmethod
+    def _call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]: ...
 
     def _advance(
         self, program: Program, state: TrainState, flat: FlatState, values: list[Any]
@@ -99,25 +92,13 @@ class Jitted:
         consume(state, "this state was donated to a compiled step; use the state that the step returned", written)
         return lazy_state(flat if flat.exclusive else attrs.evolve(flat, exclusive=True))
 
-    def _found(self, flat: FlatState, batch: Any) -> tuple[Program, list[Any], TreeDef] | None:
-        """The program for a batch that lies where it was compiled for, as nearly all do."""
-        values, treedef = flatten(batch)
-        try:
-            program = self._programs.get((flat.token, treedef, forms(values), ambient()))
-        except BatchError:
-            return None  # a leaf that is no tensor yet
-        return None if program is None else (program, values, treedef)
-
-    def _placed(self, state: TrainState, flat: FlatState, batch: Any) -> tuple[Program, list[Any], TreeDef]:
+    def _placed(self, state: TrainState, flat: FlatState, batch: Any) -> tuple[Program, list[Any]]:
         """The program for a batch once it lies on the device; compiled where its form is met for the first time."""
         values, treedef = flatten(self.device.place(batch))
         if self.donate:
             refuse_lent(flat, values, treedef)
         key = (flat.token, treedef, forms(values), ambient())
-        return self._programs.get(key) or self._build(key, state, flat, values), values, treedef
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
-        return Jitted(self.step, self.device, donate=self.donate, backend=self.backend)
+        return self._programs.get(key) or self._build(key, state, flat, values), values
 
     def _known(self, state: TrainState) -> FlatState:
         """The flat state with a token of its form; one that this step returned is not looked at again."""
@@ -183,3 +164,32 @@ class Jitted:
             reason = "this state was lost: a compiled step failed after it was donated"
             consume(state, reason, (flat.leaves[place] for place in program.outputs.changed))
             raise DonatedError(f"{reason} ({error}); go on from a checkpoint or a ps.copy_state(...)") from error
+
+
+class Jitted(Compiled):
+    """A compiled step; made by ``jit``."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
+        return Jitted(self.step, self.device, donate=self.donate, backend=self.backend)
+
+    def _call(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        refuse_inference_mode()
+        given = self._known(state)
+        with self.device.running():
+            program, values = self._found(given, batch) or self._placed(state, given, batch)
+            flat, measured = self._advance(program, state, given, values)
+        metrics = dict(zip(program.outputs.metrics, measured, strict=True))
+        return self._handed_on(program, state, given, flat), metrics
+
+    def _found(self, flat: FlatState, batch: Any) -> tuple[Program, list[Any]] | None:
+        """The program for a batch that lies where it was compiled for, as nearly all do."""
+        values, treedef = flatten(batch)
+        try:
+            program = self._programs.get((flat.token, treedef, forms(values), ambient()))
+        except BatchError:
+            return None  # a leaf that is no tensor yet
+        if program is None:
+            return None
+        if self.donate:
+            refuse_lent(flat, values, treedef)
+        return program, values

@@ -15,14 +15,14 @@ from .checks import refuse_inference_mode
 from .device import Device
 from .donation import refuse_lent
 from .form import ambient, forms
-from .jitted import Jitted, Metrics
+from .jitted import Compiled, Metrics
 from .program import Backend, Program
 from .scan_steps import ScanSteps, refuse_other_count, stopped_at
 
 __all__ = ["JittedScan"]
 
 
-class JittedScan(Jitted):
+class JittedScan(Compiled):
     """Several compiled steps in one call; made by ``jit`` from what ``scan_steps`` gives.
 
     Attributes:
@@ -63,10 +63,12 @@ class JittedScan(Jitted):
             program = self._programs_of_lists.get((flat.token, treedef, forms(values), ambient()))
         except BatchError:
             return None
+        if program is None:
+            return None
         if self.donate:
             refuse_lent(flat, values, treedef)
         width = len(values) // len(batches)
-        return None if program is None else (program, [values[i : i + width] for i in range(0, len(values), width)])
+        return program, [values[i : i + width] for i in range(0, len(values), width)]
 
     def _placed_all(
         self, state: TrainState, flat: FlatState, batches: Sequence[Any]
@@ -81,7 +83,7 @@ class JittedScan(Jitted):
                     f"batches[{index}] has another form than batches[0]; steps in one call take batches of one form: "
                     "pad the last one, or call the step alone for it"
                 )
-        program, _, _ = self._placed(state, flat, placed[0])
+        program, _ = self._placed(state, flat, placed[0])
         values, treedef = flatten(placed)
         if self.donate:
             refuse_lent(flat, values, treedef)

@@ -6,21 +6,19 @@ between is addition.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from ..state.errors import ComposeError, LossError, StateError
+from ..state.errors import LossError, StateError
 from ..state.key import fold_in
 from ..state.record import Counters, TrainState
 from ..state.spec import difference
-from ..state.sums import Loss, Sum, Sums
+from ..state.sums import Sum, Sums
 from ..state.torch_private import is_tracing
-from ..state.tree import Tree, as_tensors, leaves, map_leaves, own_containers
+from ..state.tree import Tree, as_tensors, map_leaves, own_containers
 from ..steps.accumulate import Accumulate
 from ..steps.backward import Backward
 from ..steps.concern import Applied, Custom, Flow
@@ -29,11 +27,10 @@ from ..steps.forward import Forward
 from ..steps.norm import global_norm
 from ..steps.scope import name_of, scope
 from ..steps.split_batch import SplitBatch, rows
+from .own_functions import RESERVED, Then, checked, expect
 
-__all__ = ["RESERVED", "Phase"]
+__all__ = ["Phase"]
 
-RESERVED = ("loss", "grad_norm", "lr", "weight", "updated", "fault")
-"""Metrics that a step reports itself."""
 
 Metrics = dict[str, Tensor]
 
@@ -89,11 +86,11 @@ class Phase:
     def _one(self, params: Tree, microbatch: Any, key: Tensor, buffers: dict[str, Tensor]) -> Sums:
         for fn in self.microbatch:
             microbatch = fn.call(microbatch, key)
-        loss_fn = _Then(self.forward, self.loss) if self.loss else self.forward
+        loss_fn = Then(self.forward, self.loss) if self.loss else self.forward
         with scope("backward"):
             sums = self.backward(loss_fn, params, microbatch, key, buffers=buffers)
         for fn in self.sums:
-            sums = _expect(fn.call(sums, key), Sums, fn)
+            sums = expect(fn.call(sums, key), Sums, fn)
         return sums
 
     def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
@@ -116,7 +113,7 @@ class Phase:
         flow = Flow(grads, state, weight > 0, torch.where(usable, zero, zero + WEIGHT), {}, {}, state.slots, key)
         for concern in self.after:
             with scope(name_of(concern)):
-                flow = _checked(concern, flow, concern.apply(flow))
+                flow = checked(concern, flow, concern.apply(flow))
             if concern.gives == "state" != concern.takes:
                 flow = flow.replace(value=self._moved(flow, sums))
         if "grad_norm" not in flow.metrics:
@@ -192,61 +189,3 @@ def _where(happened: Tensor, new: Tensor, old: Tensor) -> Tensor:
     if new.dtype != old.dtype or new.shape != old.shape:  # where would promote or broadcast in silence
         raise ValueError(f"{new.dtype} of shape {tuple(new.shape)} for {old.dtype} of shape {tuple(old.shape)}")
     return torch.where(happened, new, old)
-
-
-def _checked(concern: Applied, before: Flow, after: Flow) -> Flow:
-    """Refuse what a user's function must not give: another kind, a Python number in place of a tensor."""
-    if not isinstance(concern, Custom):
-        return after
-    kind = TrainState if isinstance(before.value, TrainState) else None
-    if kind is not None:
-        _expect(after.value, kind, concern)
-    else:
-        for leaf in leaves(after.value):
-            if not isinstance(leaf, Tensor):
-                raise ComposeError(f"{concern.name} returned {leaf!r} among the gradients where a tensor is needed")
-    for name, value in after.metrics.items():
-        if name in RESERVED and value is not before.metrics.get(name):
-            raise ComposeError(
-                f"{concern.name}: the metric {name!r} is reported by the step itself; choose another name"
-            )
-        if not isinstance(value, Tensor) or value.dim():
-            raise ComposeError(f"{concern.name}: metrics[{name!r}] must be a 0-d tensor, got {value!r}")
-    return after
-
-
-def _expect(value: Any, kind: type, concern: Custom) -> Any:
-    if not isinstance(value, kind):
-        raise ComposeError(f"{concern.name} stands where a {kind.__name__} flows and must return one, got {value!r}")
-    return value
-
-
-@attrs.frozen(eq=False)
-class _Then:
-    """A forward followed by functions on its loss; itself what a forward is to ``backward``."""
-
-    forward: Forward
-    functions: tuple[Custom, ...]
-
-    def is_trainable(self, path: tuple[Any, ...], leaf: Tensor) -> bool:
-        return self.forward.is_trainable(path, leaf)
-
-    def __call__(self, params: Tree, microbatch: Any, key: Tensor | None = None) -> Loss:
-        with self.bound(params, key, None) as call:
-            return call(microbatch)
-
-    @contextlib.contextmanager
-    def bound(
-        self, params: Tree, key: Tensor | None, buffers: Mapping[str, Tensor] | None
-    ) -> Iterator[Callable[..., Loss]]:
-        with self.forward.bound(params, key, buffers) as call:
-
-            def then(microbatch: Any, carry: Tree = None) -> Loss:
-                loss = call(microbatch, carry)
-                for fn in self.functions:
-                    after = _expect(fn.call(loss, key), Loss, fn)
-                    # A function may well make a new Loss, and knows nothing of the buffers that travel in it.
-                    loss = after if after.buffers is not None else after.replace(buffers=loss.buffers)
-                return loss
-
-            yield then

@@ -13,7 +13,7 @@ from ..state.errors import BatchError, NumericsError
 from ..state.record import TrainState
 from .compose import Step
 
-__all__ = ["ScanSteps", "in_rows", "refuse_other_count", "scan_steps", "stopped_at"]
+__all__ = ["ScanSteps", "refuse_other_count", "scan_steps", "stopped_at"]
 
 Metrics = dict[str, Tensor]
 
@@ -76,7 +76,7 @@ class ScanSteps:
             except NumericsError as error:
                 raise stopped_at(len(done), self.count, error, state) from error
             done.append(metrics)
-        return state, in_rows(done)
+        return state, {name: torch.stack([row[name] for row in done]) for name in done[0]}
 
 
 def refuse_other_count(batches: Any, count: int) -> None:
@@ -89,11 +89,6 @@ def refuse_other_count(batches: Any, count: int) -> None:
         raise BatchError(f"batches must be a list of {count} batches, got {type(batches).__name__}")
     if len(batches) != count:
         raise BatchError(f"batches must be {count}, as scan_steps was told, got {len(batches)}")
-
-
-def in_rows(metrics: list[Metrics]) -> Metrics:
-    """The metrics of several steps, each of shape (n,)."""
-    return {name: torch.stack([row[name] for row in metrics]) for name in metrics[0]}
 
 
 def stopped_at(done: int, count: int, error: NumericsError, state: TrainState) -> NumericsError:

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
-    "allocations",
     "compile_cache_folder",
     "compile_cache_in",
     "compile_graph",
@@ -36,10 +35,10 @@ __all__ = [
     "is_profiling",
     "is_tracing",
     "keeps_elements",
+    "memory_events",
     "module_tables",
     "nested_trace",
     "once_operation",
-    "profiled",
     "reads_a_value",
     "scan",
     "schema",
@@ -202,16 +201,12 @@ def compile_cache_in(folder: Path) -> Iterator[None]:
             clear()
 
 
-def allocations(call: Callable[[], Any]) -> list[int]:
-    """The bytes that torch's CPU allocator hands out (or takes back, negative) during a call, in order.
+def memory_events(profile: torch.profiler.profile) -> list[int]:
+    """The bytes that a profile with ``profile_memory`` saw handed out (or taken back, negative), in order.
 
     Raises:
         RuntimeError: if this torch does not tell.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        kept = call()
-    del kept
     results = getattr(profile.profiler, "kineto_results", None)
     if results is None:
         raise RuntimeError(f"this torch ({torch.__version__}) does not tell what its profiler saw of the memory")
@@ -222,27 +217,6 @@ def allocations(call: Callable[[], Any]) -> list[int]:
 def is_profiling() -> bool:
     """Whether torch's profiler is running in this process."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler announces its start and end on the error stream of the process, past ``sys.stderr``."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(nowhere)
-        os.close(kept)
-
-
-def profiled(call: Callable[[], Any]) -> Any:
-    """What torch's profiler saw of a call on the CPU."""
-    with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    return profile.events()
 
 
 @functools.cache

@@ -239,3 +239,41 @@ def test_a_batch_that_is_a_view_of_a_packed_leaf_is_refused():
     with pytest.raises(ps.BatchError, match="shares its storage"):
         fast(state, (lent, torch.zeros(6, dtype=torch.int64)))
     fast(state, rows_of(6))
+
+
+def lowered(fn, *inputs):
+    """What a function gives before and after its graph is rewritten."""
+    graph = recorded(fn, *inputs)
+    expected = graph(*inputs)
+    compute_numbers_once(graph.graph)
+    lift_elementwise(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    return expected, graph(*inputs)
+
+
+def rows_joined(matrix):
+    return flat([matrix[:2] * 2, matrix[2:] * 2])
+
+
+UNLIKE = {
+    "an int and a float": lambda n, x, y: (torch.stack([(n + 1).to(torch.float64), n + 1.5]), n + 1, n + 1.0, n * True),
+    "two zeros": lambda n, x, y: (n.double().mul(-0.0), n.double().mul(0.0)),
+    "zeros over leaves": lambda n, x, y: (flat([torch.copysign(x, 0.0), torch.copysign(y, -0.0)]),),
+    "every other element": lambda n, x, y: (flat([x[0:4:2] * 2, x[4:8:2] * 2]),),
+    "rows of a matrix": lambda n, x, y: (flat([row * 2 for row in x.view(4, 2).split(2)]), rows_joined(x.view(4, 2))),
+    "numbers side by side": lambda n, x, y: (torch.cat([(n * 2).reshape(-1), (n * 2).reshape(-1)]),),
+    "one number twice": lambda n, x, y: (torch.cat([(n * 2).reshape(-1)] * 2),),
+    "other numbers side by side": lambda n, x, y: (torch.cat([(n * 2).reshape(-1), (n * 2 + 1).reshape(-1)]),),
+    "operands of other dtypes": lambda n, x, y: (flat([x * y.double(), x.double() * y]), flat([x * n, y * n])),
+    "integers beside floats": lambda n, x, y: (flat([x + y, x + (y * 1e9).long()]),),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_only_looks_alike_keeps_its_bits_and_its_dtype(name):
+    expected, found = lowered(UNLIKE[name], torch.tensor(3), torch.randn(8), torch.randn(8))
+    for a, b in zip(expected, found, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(a, b)
+        assert torch.equal(torch.signbit(a), torch.signbit(b))

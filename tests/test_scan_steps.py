@@ -122,3 +122,12 @@ def test_counts_are_checked(count, error):
 def test_only_a_step_is_taken():
     with pytest.raises(TypeError, match=r"ps\.compose"):
         ps.scan_steps(lambda state, batch: (state, {}), 2)
+
+
+def test_several_steps_are_no_step_to_the_kit_and_the_benchmark():
+    step = toy_step()
+    many = ps.jit(ps.scan_steps(step, 2), device=CPU, backend="aot_eager")
+    with pytest.raises(TypeError, match="JittedScan"):
+        ps.properties.assert_pure(many, toy_state(step), torch.ones(2, dtype=torch.float64))
+    with pytest.raises(TypeError, match="JittedScan"):
+        ps.benchmark(many, toy_state(step), torch.ones(2, dtype=torch.float64))

@@ -84,7 +84,6 @@ def benchmark(
     measured = in_turns(contestants, rounds=rounds, seconds=seconds)
     baseline = measured[next(iter(others))].median
     rows = tuple(_row(name, m, baseline, peak_bytes(contestants[name])) for name, m in measured.items())
-    emptied = _Trained(Emptied(fast.step, fast.device, donate=fast.donate, backend=fast.backend), state, batch)
     cold, warm = first_steps(fast, state, batch) if start else (None, None)
     return StepReport(
         rows=rows,
@@ -92,7 +91,7 @@ def benchmark(
         compiles=fast.compiles,
         first_cold=cold,
         first_warm=warm,
-        overhead=_overhead(emptied, rounds, seconds) if fast.backend == "inductor" else None,
+        overhead=_overhead(fast, state, batch, rounds, seconds) if fast.backend == "inductor" else None,
         shares=shares(fast.step, state, batch),
     )
 
@@ -146,6 +145,7 @@ def _row(name: str, measured: Measurement, baseline: float, peak: int) -> Row:
     )
 
 
-def _overhead(emptied: _Trained, rounds: int, seconds: float) -> float:
+def _overhead(fast: Jitted, state: TrainState, batch: Any, rounds: int, seconds: float) -> float:
+    emptied = _Trained(Emptied(fast.step, fast.device, donate=fast.donate, backend=fast.backend), state, batch)
     emptied()
     return in_turns({"emptied": emptied}, rounds=rounds, seconds=seconds / 4)["emptied"].median

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...state.torch_private import allocations
+from ...state.torch_private import memory_events
+from .profiler import profiled
 
 __all__ = ["peak_bytes"]
 
@@ -26,4 +27,4 @@ def peak_bytes(call: Callable[[], Any]) -> int:
         call()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated() - before)
-    return max(accumulate(allocations(call), initial=0))
+    return max(accumulate(memory_events(profiled(call, memory=True)), initial=0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...state.record import TrainState
-from ...state.torch_private import profiled
 from ...steps.scope import PREFIX, scope
 from ..compose import Step
+from .profiler import profiled
 
 __all__ = ["shares"]
 
@@ -25,7 +25,7 @@ def shares(step: Step, state: TrainState, batch: Any, *, repeats: int = 5) -> di
 
     step(state, batch)
     times: dict[str, float] = {}
-    for event in profiled(run):
+    for event in profiled(run).events():  # type: ignore[no-untyped-call] # torch's method is not annotated
         if event.name.startswith(PREFIX):
             own = event.cpu_time_total - sum(inner.cpu_time_total for inner in _inside(event))
             name = event.name.removeprefix(PREFIX)

@@ -56,16 +56,12 @@ class _Lift:
         first = row[0]
         if not is_elementwise(first.target) or any(not _alike(first, other) for other in row[1:]):
             return None
-        columns = []
-        for index, arg in enumerate(first.args):
-            column = [node.args[index] for node in row]
-            if _is_shared(column):
-                columns.append(arg)
-            elif all(_same_shape(part, node) for part, node in zip(column, row, strict=True)):
-                columns.append(self.row(tuple(column)))
-            else:
-                return None
-        return call(self.graph, first.target, *columns, **first.kwargs)
+        columns = [[node.args[index] for node in row] for index in range(len(first.args))]
+        lifted = [not _is_shared(column) for column in columns]
+        if not any(lifted) or not all(_lines_up(c, row) for c, own in zip(columns, lifted, strict=True) if own):
+            return None
+        args = [self.row(tuple(c)) if own else c[0] for c, own in zip(columns, lifted, strict=True)]
+        return call(self.graph, first.target, *args, **first.kwargs)
 
     def _side_by_side(self, row: Row) -> Node:
         parts = [call(self.graph, aten.reshape.default, node, [-1]) for node in row]
@@ -88,41 +84,47 @@ def _unviewed(node: Node) -> Node:
     return node
 
 
-def _alike(one: Node, other: fx.Node) -> bool:
+def _alike(one: Node, other: Node) -> bool:
     """The same operation with the same options, giving the same dtype."""
     return (
         one.target is other.target
-        and one.kwargs == other.kwargs
+        and repr(one.kwargs) == repr(other.kwargs)
         and len(one.args) == len(other.args)
         and one.meta["val"].dtype == other.meta["val"].dtype
     )
 
 
 def _is_shared(column: list[Any]) -> bool:
-    """An argument that is the same for all: a constant, or a number of the graph."""
+    """An argument that is the same for all: a constant, or a number of the graph. Told by words: -0.0 equals 0.0."""
     first = column[0]
     if isinstance(first, fx.Node):
         return first.meta["val"].dim() == 0 and all(arg is first for arg in column)
-    return all(type(arg) is type(first) and arg == first for arg in column)
+    return all(type(arg) is type(first) and repr(arg) == repr(first) for arg in column)
 
 
-def _same_shape(part: Any, node: Node) -> bool:
-    """Whether an operand has an element for each of the result's: nothing is broadcast, nothing is transposed."""
-    if not isinstance(part, fx.Node) or not isinstance(part.meta.get("val"), Tensor):
-        return False
-    operand, result = part.meta["val"], node.meta["val"]
-    return bool(operand.shape == result.shape and operand.dim() > 0)
+def _lines_up(column: list[Any], row: Row) -> bool:
+    """Whether operands have an element for each of the results', all of one dtype: nothing is broadcast or promoted."""
+    values: list[Any] = [part.meta.get("val") if isinstance(part, fx.Node) else None for part in column]
+    return all(
+        isinstance(value, Tensor)
+        and value.dim() > 0
+        and value.shape == node.meta["val"].shape
+        and value.dtype == values[0].dtype
+        for value, node in zip(values, row, strict=True)
+    )
 
 
 def _whole(row: Row) -> Node | None:
-    """The flat tensor of which a row is all the parts, in order."""
-    flats = {node.args[0] for node in row if node.target is aten.slice.Tensor}
-    if len(flats) != 1:
-        return None
-    (flat,) = flats
+    """The flat tensor of which a row is all the parts, in order and without gaps."""
+    flat: Node = row[0].args[0] if row[0].args else None
     place = 0
     for node in row:
-        if node.target is not aten.slice.Tensor or node.args[1:3] != (0, place):
+        if node.target is not aten.slice.Tensor or node.args[0] is not flat or node.args[1:3] != (0, place):
+            return None
+        if flat.meta["val"].dim() != 1 or len(node.args) != _SLICED:
             return None
         place = min(node.args[3], flat.meta["val"].shape[0])
     return flat if place == flat.meta["val"].shape[0] else None
+
+
+_SLICED = 4  # tensor, dimension, start, end; a fifth would be a stride

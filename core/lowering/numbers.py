@@ -1,4 +1,4 @@
-"""Lower: what is changed in a graph for Inductor, once torch has made it free of writes."""
+"""Numbers: what an update computes once stays out of the loops over its leaves."""
 
 from __future__ import annotations
 
@@ -37,11 +37,8 @@ def compute_numbers_once(graph: fx.Graph) -> None:
 def _merge_equal_numbers(graph: fx.Graph) -> None:
     seen: dict[Any, fx.Node] = {}
     for node in list(_numbers(graph)):
-        key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
-        try:
-            first = seen.setdefault(key, node)
-        except TypeError:  # an argument that is a list
-            continue
+        # In words, which name a node by its own name: as keys 1, 1.0 and True are equal, and so are the zeros.
+        first = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
